@@ -1,0 +1,169 @@
+"""Frozen configuration: what a request may choose, and what an engine is built with. No jax here."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxspec.errors import ConfigError, RequestError
+
+MIN_TEMPERATURE = 1e-6
+MAX_STOP_IDS = 32
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one request draws its tokens. Names follow vLLM's; every field may differ within one batch.
+
+    Filters act in the order penalties and bias, temperature, top_k, top_p, min_p, in float32; tokens that tie
+    with the last one kept are kept. Raises RequestError when a value is out of range.
+    """
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probabilities sum to at least this, in (0, 1]."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divide positive (multiply negative) logits of tokens seen in prompt or output; above 0 (CTRL)."""
+    frequency_penalty: float = 0.0
+    """Subtract this times a token's count in the output; in [-2, 2]."""
+    presence_penalty: float = 0.0
+    """Subtract this from every token already in the output; in [-2, 2]."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these token ids."""
+    max_tokens: int = 256
+    """Tokens to generate at most; also bounded by the model's context."""
+    min_tokens: int = 0
+    """No end of sequence, stop id or stop string ends the text before this many tokens."""
+    stop: list[str] | str = []
+    """Strings that end the text; they are not part of it."""
+    stop_token_ids: list[int] = []
+    """Further token ids that end the text."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    """Same seed, same text, whatever else is in the batch. None draws a fresh seed for each request."""
+    n: int = 1
+    """Samples of this prompt."""
+    logprobs: int | None = None
+    """Log probabilities of each emitted token and of this many likeliest ones, of the model's own distribution."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for ok, what in self._checks():
+            if not ok:
+                raise RequestError(what)
+
+    def _checks(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, not {self.temperature}",
+            ),
+            (self.top_k >= -1, f"top_k must be 0 (off) or more, not {self.top_k}"),
+            (0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"),
+            (0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}"),
+            (
+                0 < self.repetition_penalty < float("inf"),
+                f"repetition_penalty must be above 0, not {self.repetition_penalty}",
+            ),
+            (-2 <= self.frequency_penalty <= 2, f"frequency_penalty must be in [-2, 2], not {self.frequency_penalty}"),
+            (-2 <= self.presence_penalty <= 2, f"presence_penalty must be in [-2, 2], not {self.presence_penalty}"),
+            (self.max_tokens >= 1, f"max_tokens must be 1 or more, not {self.max_tokens}"),
+            (self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}"),
+            (
+                self.min_tokens <= self.max_tokens,
+                f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}",
+            ),
+            (all(self.stop_strings), "stop must not hold an empty string"),
+            (all(i >= 0 for i in self.stop_token_ids), "stop_token_ids must be 0 or more"),
+            (
+                len(self.stop_token_ids) <= MAX_STOP_IDS - 8,
+                f"at most {MAX_STOP_IDS - 8} stop_token_ids, not {len(self.stop_token_ids)}",
+            ),
+            (len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} logit_bias entries"),
+            (all(i >= 0 for i in self.logit_bias), "logit_bias token ids must be 0 or more"),
+            (all(v == v and abs(v) < float("inf") for v in self.logit_bias.values()), "logit_bias must be finite"),
+            (
+                self.seed is None or -(2**63) <= self.seed < 2**64,
+                f"seed must fit in 64 bits, not {self.seed}",
+            ),
+            (self.n >= 1, f"n must be 1 or more, not {self.n}"),
+            (
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"logprobs must be 0 to {MAX_LOGPROBS}, not {self.logprobs}",
+            ),
+        ]
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whichever form it was given in."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an engine is built with. Raises ConfigError when a value is out of range."""
+
+    model: str = "smollm2-135m"
+    """A name in configs/models, a Hugging Face folder, a .gguf file, or a hub id."""
+    drafter: str = "none"
+    """A file in jaxspec/drafters."""
+    weights: str = "auto"
+    """auto | float32 | bfloat16; auto is float32 on the CPU and bfloat16 elsewhere."""
+    kv_dtype: str = "auto"
+    """A file in jaxspec/kv/formats; auto is float32 on the CPU and bfloat16 elsewhere."""
+    max_batch: int = 8
+    """Sequences decoded at once."""
+    max_context: int | None = None
+    """Prompt and output tokens of one request at most; None is the model's own context."""
+    kv_memory: float = 1.0
+    """GiB for the key/value pool."""
+    page_size: int | None = None
+    """Token slots a page; None is 64 on the CPU and 128 elsewhere."""
+    seed: int | None = None
+    """Base of the seeds drawn for requests that bring none; None takes it from the operating system."""
+
+    def __post_init__(self) -> None:
+        for ok, what in (
+            (self.max_batch >= 1, f"max_batch must be 1 or more, not {self.max_batch}"),
+            (self.kv_memory > 0, f"kv_memory must be above 0 GiB, not {self.kv_memory}"),
+            (
+                self.max_context is None or self.max_context >= 2,
+                f"max_context must be 2 or more, not {self.max_context}",
+            ),
+            (self.page_size is None or self.page_size >= 1, f"page_size must be 1 or more, not {self.page_size}"),
+        ):
+            if not ok:
+                raise ConfigError(what)
+
+
+class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A configs/decode/NAME.toml file: engine options under [engine], sampling under [sampling]."""
+
+    engine: EngineConfig = EngineConfig()
+    sampling: SamplingParams = SamplingParams()
+
+
+def find_config(kind: str, name: str) -> Path:
+    """The file configs/KIND/NAME.toml of the installed package or the checkout. ConfigError lists the names there are."""
+    here = Path(__file__).resolve().parent
+    folder = next((f for f in (here / "configs", here.parent / "configs") if f.is_dir()), here / "configs") / kind
+    path = folder / f"{name}.toml"
+    if not path.is_file():
+        names = ", ".join(sorted(p.stem for p in folder.glob("*.toml"))) or "none"
+        raise ConfigError(f"no {kind} config named {name!r} (there are: {names})")
+    return path
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a dict. ConfigError when it is missing or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error

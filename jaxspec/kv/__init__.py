@@ -1,0 +1,1 @@
+"""The paged key/value pool and the formats it is stored in."""

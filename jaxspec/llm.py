@@ -1,0 +1,117 @@
+"""The Python door: load a model, generate."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxspec.config import EngineConfig, SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.errors import ConfigError
+from jaxspec.host.request import CompletionOutput, RequestOutput
+from jaxspec.models.loading import load_model
+from jaxspec.models.loading.wheel import cache_folder
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """A loaded model that answers prompts.
+
+    `model` is a name in configs/models, a Hugging Face folder, a .gguf file or a hub id; the other options are those of
+    `EngineConfig`. Raises ConfigError, LoadError or CapacityError.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **options: Any) -> None:
+        try:
+            config = msgspec.convert({"model": model, **options}, EngineConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"engine options: {error}") from error
+        _keep_compiled_programs()
+        loaded = load_model(config.model, _weights(config.weights))
+        self.tokenizer = loaded.tokenizer
+        self.engine = Engine(loaded, config)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts of text or token ids; one result a prompt, in order.
+
+        `sampling_params` is one for all or one a prompt; the default is greedy, 256 tokens. `progress` shows a bar where
+        stderr is a terminal. Raises RequestError before any work when a prompt cannot be served.
+        """
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        return self._run(listed, sampling_params, progress, self.engine.add)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several; each is a list of {"role", "content"} messages."""
+        listed = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        return self._run(listed, sampling_params, progress, self.engine.add_chat)
+
+    def _run(self, prompts: list, params, progress: bool, add: Callable) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts but {len(params)} sampling_params: give one, or one a prompt")
+        ids = [f"{index}" for index in range(len(prompts))]
+        try:
+            for request_id, prompt, chosen in zip(ids, prompts, params, strict=True):
+                add(request_id, prompt, chosen)
+            done = self._drain(sum(p.n for p in params), progress)
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+        return [
+            RequestOutput(
+                request_id,
+                prompt if isinstance(prompt, str) else None,
+                done[request_id][0],
+                sorted(done[request_id][1], key=lambda output: output.index),
+            )
+            for request_id, prompt in zip(ids, prompts, strict=True)
+        ]
+
+    def _drain(self, samples: int, progress: bool) -> dict[str, tuple[list[int], list[CompletionOutput]]]:
+        done: dict[str, tuple[list[int], list[CompletionOutput]]] = {}
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        console = Console(file=sys.stderr)
+        with Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
+            task, tokens = bar.add_task("generating", total=samples), 0
+            start = bar.get_time()
+            while self.engine.has_work:
+                for news in self.engine.step():
+                    tokens += news.tokens
+                    if news.finished is not None:
+                        done.setdefault(news.request_id, (news.prompt_ids, []))[1].append(news.finished)
+                        bar.advance(task)
+                speed = tokens / max(bar.get_time() - start, 1e-9)
+                bar.update(task, description=f"generating, {speed:.0f} tok/s")
+        return done
+
+
+def _weights(name: str) -> str:
+    if name not in ("auto", "float32", "bfloat16"):
+        raise ConfigError(f"weights must be auto, float32 or bfloat16, not {name!r}")
+    if name != "auto":
+        return name
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _keep_compiled_programs() -> None:
+    """Persist compiled programs in the cache folder, unless the user has chosen a place already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,0 +1,34 @@
+"""What a decoder-only transformer is made of, as frozen switches that a compiled program may depend on."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The static shape of one model. Hashable: two models with equal specs share compiled programs."""
+
+    vocab_size: int
+    """Rows of the embedding, padding rows included."""
+    valid_vocab: int
+    """Token ids the tokenizer knows; ids from here up to `vocab_size` are padding and are never sampled."""
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    norm_eps: float
+    inv_freq: tuple[float, ...]
+    """RoPE frequencies in radians a position, `head_dim // 2` of them, any scaling already applied."""
+    max_context: int
+    """Positions the model was trained for, in tokens."""
+    tied_embeddings: bool
+    """The output projection is the embedding itself: parameters hold no `lm_head`."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head (1 is MHA, `num_heads` is MQA)."""
+        return self.num_heads // self.num_kv_heads

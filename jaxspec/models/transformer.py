@@ -1,0 +1,152 @@
+"""The one transformer: every family is a ModelSpec and a table of tensor names."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.kv.pool import Pool, PoolSpec, append, attend
+from jaxspec.models.linear import linear
+from jaxspec.models.spec import ModelSpec
+from jaxspec.types import Params, Sequences
+from pallas_kernels import Rows
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation in float32 (Zhang and Sennrich, 2019)."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
+        weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), x.dtype)
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale).astype(x.dtype) * weight
+
+
+class Projection(nn.Module):
+    """A linear map to `[.., *features]` with its weight stored as `[*features, in]`."""
+
+    features: tuple[int, ...]
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "..."]:
+        fan_in = x.shape[-1]
+        init = nn.initializers.normal(fan_in**-0.5)
+        weight = self.param("weight", init, (*self.features, fan_in), x.dtype)
+        y = linear(x, weight.reshape(-1, fan_in)).reshape(*x.shape[:-1], *self.features)
+        if self.use_bias:
+            y = y + self.param("bias", nn.initializers.zeros, self.features, x.dtype)
+        return y
+
+
+class Block(nn.Module):
+    """One layer. `attend(q, k, v)` stores k and v and returns the attention's result and the pool."""
+
+    spec: ModelSpec
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "R T E"], rotation, attend):
+        spec, group = self.spec, self.spec.group
+        h = RMSNorm(spec.norm_eps, name="attention_norm")(x)
+        shape = (spec.num_kv_heads, group + 2, spec.head_dim)
+        qkv = Projection(shape, spec.qkv_bias, name="qkv")(h)
+        q, k, v = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
+        mixed, pool = attend(rotate(q, rotation), rotate(k[..., None, :], rotation)[..., 0, :], v)
+        mixed = mixed.reshape(*x.shape[:-1], spec.num_heads * spec.head_dim)
+        x = x + Projection((spec.embed_dim,), spec.o_bias, name="o")(mixed)
+        h = RMSNorm(spec.norm_eps, name="mlp_norm")(x)
+        gate_up = Projection((2, spec.mlp_dim), spec.mlp_bias, name="gate_up")(h)
+        h = nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        return x + Projection((spec.embed_dim,), spec.mlp_bias, name="down")(h), pool
+
+
+def rotation_at(spec: ModelSpec, positions: Int[Array, "R T"]) -> tuple[Float[Array, "R T half"], ...]:
+    """Cosine and sine of the RoPE angles (Su et al., 2021), in float32."""
+    angle = positions[..., None].astype(jnp.float32) * jnp.asarray(spec.inv_freq, jnp.float32)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Float[Array, "R T K G D"], rotation) -> Float[Array, "R T K G D"]:
+    """Turn the pairs (i, i + D/2) of every head by the angles of their position."""
+    cos, sin = (part[:, :, None, None, :] for part in rotation)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+@partial(jax.jit, static_argnames=("spec", "pool_spec"))
+def _layer(params, x, pool, layer, rotation, rows, table, ancestors, *, spec: ModelSpec, pool_spec: PoolSpec):
+    # A jit of its own, so that the unrolled loop traces one layer and not all of them.
+    def write_and_attend(q, k, v):
+        written = append(pool_spec, pool, layer, rows, table, k, v)
+        return attend(pool_spec, written, layer, rows, table, ancestors, q), written
+
+    return Block(spec).apply({"params": params}, x, rotation, write_and_attend)
+
+
+def forward(
+    params: Params,
+    spec: ModelSpec,
+    pool_spec: PoolSpec,
+    rows: Rows,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    ancestors: Int[Array, "R T W"] | None,
+    pool: Pool,
+    sequences: Sequences,
+) -> tuple[Float[Array, "R T E"], Pool]:
+    """Run rows of tokens through the layers: writes their keys and values, returns the normalised hidden states.
+
+    `ancestors` None is causal within a row. Layers are unrolled where `params["layers"]` is a tuple and scanned where it is
+    one stacked tree; the block is the same.
+    """
+    table = sequences.page_table[0]
+    rotation = rotation_at(spec, positions)
+    x = params["embed"]["weight"][tokens]
+    layer_fn = partial(_layer, spec=spec, pool_spec=pool_spec)
+    layers = params["layers"]
+    if isinstance(layers, tuple):
+        for index, layer in enumerate(layers):
+            x, pool = layer_fn(layer, x, pool, jnp.int32(index), rotation, rows, table, ancestors)
+    else:
+
+        def body(carry, layer):
+            return layer_fn(layer[0], *carry, layer[1], rotation, rows, table, ancestors), None
+
+        (x, pool), _ = jax.lax.scan(body, (x, pool), (layers, jnp.arange(spec.num_layers)))
+    return RMSNorm(spec.norm_eps).apply({"params": params["norm"]}, x), pool
+
+
+def logits_of(params: Params, spec: ModelSpec, hidden: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
+    """Float32 logits of normalised hidden states; padding ids of the vocabulary get -inf."""
+    head = params["embed"] if spec.tied_embeddings else params["lm_head"]
+    logits = linear(hidden, head["weight"]).astype(jnp.float32)
+    if spec.valid_vocab == spec.vocab_size:
+        return logits
+    return jnp.where(jnp.arange(spec.vocab_size) < spec.valid_vocab, logits, -jnp.inf)
+
+
+def init_params(spec: ModelSpec, key: Array, dtype=jnp.float32) -> Params:
+    """Random parameters with unrolled layers, as `loading` lays them out."""
+    keys = jax.random.split(key, spec.num_layers + 2)
+    x = jnp.zeros((1, 1, spec.embed_dim), dtype)
+    rotation = rotation_at(spec, jnp.zeros((1, 1), jnp.int32))
+    layers = tuple(Block(spec).init(k, x, rotation, lambda q, k, v: (q, ()))["params"] for k in keys[2:])
+    shape = (spec.vocab_size, spec.embed_dim)
+    params: Params = {
+        "embed": {"weight": jax.random.normal(keys[0], shape, dtype)},
+        "layers": layers,
+        "norm": {"weight": jnp.ones(spec.embed_dim, dtype)},
+    }
+    if not spec.tied_embeddings:
+        params["lm_head"] = {"weight": jax.random.normal(keys[1], shape, dtype) * spec.embed_dim**-0.5}
+    return params
+
+
+def stack_layers(params: Params) -> Params:
+    """The same parameters with all layers in one tree of arrays `[layers, ..]`, as accelerators scan them."""
+    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}

@@ -1,0 +1,140 @@
+"""The pytrees that travel through jit, and the contract of a drafter.
+
+Dimensions: B batch rows, T query tokens of a row, N draft nodes, D depth of the draft tree, P pages, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxspec.tree import Tree
+
+Params = dict[str, Any]
+
+
+class Sequences(NamedTuple):
+    """Where the batch's sequences live. Slots are not positions: eviction moves slots, RoPE needs positions."""
+
+    page_table: Int[Array, "groups B P"]
+    """Physical pages in order, one table a layer group."""
+    length: Int[Array, "groups B"]
+    """Committed slots in use."""
+    dropped: Int[Array, "groups B"]
+    """Slots given back by an eviction policy."""
+    position: Int[Array, "B"]
+    """RoPE position of the next token to be written."""
+
+
+class Sampling(NamedTuple):
+    """Every request's choices as arrays, so that one compiled program serves any mix of them."""
+
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
+    repetition: Float[Array, "B"]
+    frequency: Float[Array, "B"]
+    presence: Float[Array, "B"]
+    bias_ids: Int[Array, "B bias"]
+    """Token ids with a logit bias; padding is -1."""
+    bias_values: Float[Array, "B bias"]
+    stop_ids: Int[Array, "B stop"]
+    """End of sequence and stop ids; padding is -1."""
+    min_tokens: Int[Array, "B"]
+    max_tokens: Int[Array, "B"]
+    seed: UInt32[Array, "B 2"]
+    sample: Int[Array, "B"]
+    """Index among the samples of one prompt."""
+    logprobs: Int[Array, "B"]
+    """Likeliest tokens to report; -1 for no log probabilities at all."""
+
+
+class History(NamedTuple):
+    """What penalties look at."""
+
+    counts: Int[Array, "B V"]
+    """Times each token was emitted."""
+    in_prompt: Bool[Array, "B V"]
+
+
+class Proposal(NamedTuple):
+    """A drafter's guess for the nodes of its tree."""
+
+    tokens: Int[Array, "B N"]
+    valid: Bool[Array, "B N"]
+    """False where the drafter had nothing to say: such a node is never accepted."""
+
+
+class Verdict(NamedTuple):
+    """What verification decided: the path that was walked and the tokens it emits."""
+
+    tokens: Int[Array, "B D+1"]
+    """Emitted tokens; entry i follows the i-th token of the path."""
+    path: Int[Array, "B D+1"]
+    """Row index of the i-th token of the path; entry 0 is the root. Meaningless from `count` on."""
+    count: Int[Array, "B"]
+    """Tokens emitted: accepted drafts and one more."""
+    finite: Bool[Array, "B"]
+    """False where the model gave no usable logit."""
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities of emitted tokens under the model's own distribution."""
+
+    chosen: Float[Array, "B D+1"]
+    top_ids: Int[Array, "B D+1 top"]
+    top: Float[Array, "B D+1 top"]
+
+
+class Output(NamedTuple):
+    """What a call of `decode.run` emitted, read by the host once; C is the capacity of a call."""
+
+    count: Int[Array, "B"]
+    tokens: Int[Array, "B C"]
+    logprob: Float[Array, "B C"]
+    top_ids: Int[Array, "B C top"]
+    top_logprobs: Float[Array, "B C top"]
+    stats: Int[Array, "B C 3"]
+    """The row's steps, drafted and accepted tokens so far, as of each emitted token."""
+
+
+class Progress(NamedTuple):
+    """How far each row's request has come."""
+
+    token: Int[Array, "B"]
+    """The last committed token: its key and value are not written yet, it is the root of the next round."""
+    ordinal: Int[Array, "B"]
+    """Tokens emitted so far."""
+    active: Bool[Array, "B"]
+    finish: Int[Array, "B"]
+    """Why a row stopped: see `decode.Finish`."""
+    steps: Int[Array, "B"]
+    drafted: Int[Array, "B"]
+    accepted: Int[Array, "B"]
+
+
+class DecodeState(NamedTuple):
+    """All that the device carries from round to round; donated at every call."""
+
+    pool: dict[str, Array]
+    sequences: Sequences
+    progress: Progress
+    sampling: Sampling
+    history: History
+    drafter: Any
+
+
+class Drafter(NamedTuple):
+    """A way to guess tokens: pure functions around a state whose arrays all have the batch first.
+
+    `init(spec, batch) -> state`; `admit(state, row, tokens) -> state` when a request takes a row;
+    `propose(params, state, sequences, progress) -> (Proposal, state)`;
+    `observe(state, verdict) -> state` after verification.
+    """
+
+    tree: Tree
+    init: Callable[..., Any]
+    admit: Callable[..., Any]
+    propose: Callable[..., tuple[Proposal, Any]]
+    observe: Callable[..., Any]

@@ -1,0 +1,53 @@
+"""Where a row's tokens live in the pages, and which slots they may see.
+
+A *row* is T consecutive query tokens of one sequence: a decode token, a draft tree or a prompt chunk. A *slot* is a place
+in a sequence's cache; slot s lies in page `page_table[sequence, s // page]` at offset `s % page`. Slots are not positions.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+WORD = 32
+"""Draft nodes an ancestor word holds."""
+
+
+class Rows(NamedTuple):
+    """R rows of query tokens. Tokens from `count` on are padding: never written, their results mean nothing."""
+
+    sequence: Int[Array, "R"]
+    """Which line of the page table each row belongs to."""
+    start: Int[Array, "R"]
+    """Slot of each row's first token; every earlier slot of the sequence is visible to the whole row."""
+    count: Int[Array, "R"]
+    """Tokens of each row, 0 to T."""
+
+
+def page_slots(
+    rows: Rows, page_table: Int[Array, "B P"], page: int, width: int
+) -> tuple[Int[Array, "R T"], Int[Array, "R T"]]:
+    """Physical page and offset of every token of every row; padding gets a page far out of range, so writes drop it."""
+    step = jnp.arange(width)
+    slot = rows.start[:, None] + step
+    logical = jnp.minimum(slot // page, page_table.shape[1] - 1)
+    pages = page_table[rows.sequence[:, None], logical]
+    real = (step < rows.count[:, None]) & (slot < page_table.shape[1] * page)
+    return jnp.where(real, pages, jnp.iinfo(jnp.int32).max), slot % page
+
+
+def visible_slots(
+    rows: Rows, slots: Int[Array, "S"], width: int, ancestors: Int[Array, "R T W"] | None
+) -> Bool[Array, "R T S"]:
+    """Which of `slots` each query sees: all before its row, and within the row its ancestors and itself.
+
+    `ancestors[r, t]` has bit j set where token j of the row is token t's ancestor or t itself, 32 bits a word, least
+    significant first; None means a chain: token t sees tokens 0 to t.
+    """
+    relative = (slots[None, :] - rows.start[:, None])[:, None, :]
+    if ancestors is None:
+        return relative <= jnp.arange(width)[None, :, None]
+    inside = (relative >= 0) & (relative < width)
+    bit = jnp.where(inside, relative, 0)
+    words = jnp.take_along_axis(ancestors, jnp.broadcast_to(bit // WORD, (*ancestors.shape[:2], slots.shape[0])), axis=2)
+    return (relative < 0) | (inside & (((words >> (bit % WORD)) & 1) == 1))

@@ -1,0 +1,52 @@
+"""Paged attention as a loop over pages with an online softmax.
+
+Cost follows the longest sequence in the call, not the width of the page table. A page that a row does not need is masked
+whole, which leaves that row's running maximum, sum and result unchanged to the bit.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.layout import Rows, visible_slots
+
+# Finite, so that a page masked whole gives exp(0) and not NaN; the first visible slot then wipes it out.
+MASKED = -1e30
+
+
+def paged_attention(
+    q: Float[Array, "R T K G D"],
+    arrays: dict[str, Array],
+    read,
+    rows: Rows,
+    page_table: Int[Array, "B P"],
+    ancestors: Int[Array, "R T W"] | None,
+    *,
+    page: int,
+    scale: float,
+) -> Float[Array, "R T K G D"]:
+    """See `pallas_kernels.api.paged_attention`."""
+    num_rows, width, heads, group, dim = q.shape
+    queries = (q * scale).transpose(0, 2, 1, 3, 4).reshape(num_rows, heads, width * group, dim)
+    table = page_table[rows.sequence]
+
+    def attend_page(index, carry):
+        peak, total, mixed = carry
+        pages = table[:, index]
+        keys, values = read(arrays, pages, 0), read(arrays, pages, 1)
+        score = jnp.einsum("rkqd,rkcd->rkqc", queries, keys, preferred_element_type=jnp.float32)
+        visible = visible_slots(rows, index * page + jnp.arange(page), width, ancestors)
+        score = score.reshape(num_rows, heads, width, group, page)
+        score = jnp.where(visible[:, None, :, None, :], score, MASKED).reshape(num_rows, heads, width * group, page)
+        new_peak = jnp.maximum(peak, score.max(-1))
+        weight = jnp.exp(score - new_peak[..., None])
+        fade = jnp.exp(peak - new_peak)
+        update = jnp.einsum("rkqc,rkcd->rkqd", weight.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return new_peak, total * fade + weight.sum(-1), mixed * fade[..., None] + update
+
+    empty = jnp.zeros((num_rows, heads, width * group), jnp.float32)
+    start = (empty + MASKED, empty, jnp.zeros((*empty.shape, dim), jnp.float32))
+    used = jnp.max(jnp.where(rows.count > 0, (rows.start + rows.count + page - 1) // page, 0))
+    _, total, mixed = jax.lax.fori_loop(0, used, attend_page, start)
+    out = mixed / jnp.maximum(total, 1e-30)[..., None]
+    return out.reshape(num_rows, heads, width, group, dim).transpose(0, 2, 1, 3, 4).astype(q.dtype)
