@@ -21,10 +21,11 @@ app.command()(generate)
 app.command()(batch)
 
 
-def _show_version(wanted: bool) -> None:
+def _show_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(version("jaxspec"))
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
@@ -41,8 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
         return app(arguments, prog_name="jaxspec", standalone_mode=False) or 0
     except typer.TyperException as error:
         return _fail(f"{error.format_message()} (see jaxspec --help)")
-    except (JaxspecError, OSError) as error:
+    except JaxspecError as error:
         return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename or 'output'}: {error.strerror}")
 
 
 def _fail(message: str) -> int:

@@ -1,8 +1,8 @@
 """From logits to the distribution a request asked for, and a draw from it.
 
 Order, in float32: penalties and bias, temperature, top-k, top-p, min-p. A filter is a threshold on the logits, found by
-bisection over the ordered bits of a float: no sort of the vocabulary, no approximation, and tokens that tie at the threshold
-are all kept.
+bisection over the ordered bits of a float: no sort of the vocabulary, no approximation, and tokens that tie at the
+threshold are all kept.
 """
 
 import jax
@@ -24,18 +24,18 @@ def sampling_row(
     """
     stop_ids = (() if params.ignore_eos else eos_ids) + tuple(params.stop_token_ids)
     return Sampling(
-        temperature=np.float32(params.temperature),
-        top_k=np.int32(max(params.top_k, 0)),
+        temperature=_float32(params.temperature),
+        top_k=_int32(max(params.top_k, 0)),
         top_p=np.float32(params.top_p),
         min_p=np.float32(params.min_p),
-        repetition=np.float32(params.repetition_penalty),
+        repetition=_float32(params.repetition_penalty),
         frequency=np.float32(params.frequency_penalty),
         presence=np.float32(params.presence_penalty),
         bias_ids=_padded(list(params.logit_bias), MAX_LOGIT_BIAS, -1, np.int32),
-        bias_values=_padded(list(params.logit_bias.values()), MAX_LOGIT_BIAS, 0, np.float32),
+        bias_values=_padded([_float32(b) for b in params.logit_bias.values()], MAX_LOGIT_BIAS, 0, np.float32),
         stop_ids=_padded(stop_ids, MAX_STOP_IDS, -1, np.int32),
-        min_tokens=np.int32(params.min_tokens),
-        max_tokens=np.int32(max_tokens),
+        min_tokens=_int32(params.min_tokens),
+        max_tokens=_int32(max_tokens),
         seed=np.array([seed >> shift & 0xFFFFFFFF for shift in (0, 32)], np.uint32),
         sample=np.int32(sample),
         logprobs=np.int32(-1 if params.logprobs is None else params.logprobs),
@@ -55,8 +55,10 @@ def draw(
     `path_counts` adds the drafted tokens on the way to each node to the history's counts; `ordinal` is the index in the
     output of the token drawn. Rows of temperature 0 take the likeliest token, ties going to the lowest id.
     """
-    usable = jnp.isfinite(jnp.max(logits, axis=-1))
-    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+    nan = jnp.isnan(logits)
+    logits = jnp.where(nan, -jnp.inf, logits)
+    # Asked for by itself: on the CPU the maximum of a long row passes over NaN.
+    usable = ~jnp.any(nan, axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
     plain = (sampling.temperature == 0) & ~_penalised(sampling) & (sampling.bias_ids[:, 0] < 0)
     plain = jnp.all(plain & jnp.all(ordinal >= sampling.min_tokens[:, None], axis=1))
 
@@ -144,6 +146,16 @@ def _sample(logits: Float[Array, "B W V"], sampling: Sampling, keys: UInt32[Arra
 
     score = jax.lax.cond(jnp.any(sampling.temperature > 0), perturbed, lambda: scaled)
     return jnp.argmax(score, axis=-1).astype(jnp.int32)
+
+
+def _float32(value: float | int) -> np.float32:
+    """The nearest finite float32: an infinite temperature would make a token of a padding id."""
+    limit = float(np.finfo(np.float32).max)
+    return np.float32(min(max(value, -limit), limit))
+
+
+def _int32(value: int) -> np.int32:
+    return np.int32(min(value, np.iinfo(np.int32).max))
 
 
 def _padded(values, size: int, fill: int, dtype) -> np.ndarray:

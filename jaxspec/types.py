@@ -1,6 +1,6 @@
 """The pytrees that travel through jit, and the contract of a drafter.
 
-Dimensions: B batch rows, T query tokens of a row, N draft nodes, D depth of the draft tree, P pages, V vocabulary.
+Dimensions: B batch rows, T query tokens of a row, N draft nodes, `path` the depth of the draft tree plus 1, P pages, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -69,9 +69,9 @@ class Proposal(NamedTuple):
 class Verdict(NamedTuple):
     """What verification decided: the path that was walked and the tokens it emits."""
 
-    tokens: Int[Array, "B D+1"]
+    tokens: Int[Array, "B path"]
     """Emitted tokens; entry i follows the i-th token of the path."""
-    path: Int[Array, "B D+1"]
+    path: Int[Array, "B path"]
     """Row index of the i-th token of the path; entry 0 is the root. Meaningless from `count` on."""
     count: Int[Array, "B"]
     """Tokens emitted: accepted drafts and one more."""
@@ -82,9 +82,9 @@ class Verdict(NamedTuple):
 class Logprobs(NamedTuple):
     """Log probabilities of emitted tokens under the model's own distribution."""
 
-    chosen: Float[Array, "B D+1"]
-    top_ids: Int[Array, "B D+1 top"]
-    top: Float[Array, "B D+1 top"]
+    chosen: Float[Array, "B path"]
+    top_ids: Int[Array, "B path top"]
+    top: Float[Array, "B path top"]
 
 
 class Output(NamedTuple):

@@ -33,7 +33,7 @@ def verify_coupled(
     return Verdict(tokens, path, count, finite)
 
 
-def _walk(tree: Tree, proposal: Proposal, drawn: Int[Array, "B W"]) -> tuple[Int[Array, "B D+1"], Int[Array, "B"]]:
+def _walk(tree: Tree, proposal: Proposal, drawn: Int[Array, "B W"]) -> tuple[Int[Array, "B path"], Int[Array, "B"]]:
     """From the root, step to the child that holds the drawn token for as long as there is one."""
     batch = drawn.shape[0]
     node, count = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.int32)

@@ -3,6 +3,7 @@
 import hashlib
 import sys
 from collections import deque
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.host.request import CompletionOutput
 
 if TYPE_CHECKING:
-    from jaxspec.engine import Engine
+    import jaxspec.engine
 
 # What decides how fast a text comes, and not which text comes.
 PACE = ("max_batch", "kv_memory", "page_size")
@@ -65,12 +66,9 @@ def batch(
         raise ConfigError("IN.jsonl and OUT.jsonl are the same file")
     settings = read_settings(config, options)
     jobs = [_read_job(index, line, text, settings) for index, (line, text) in enumerate(read_lines(requests))]
-    journal = Journal(Path(results), overwrite)
-    try:
+    with closing(Journal(Path(results), overwrite)) as journal:
         failed = _answer(jobs, journal, settings.engine)
         journal.finish(len(jobs))
-    finally:
-        journal.close()
     print(f"{len(jobs)} rows in {results}", file=sys.stderr)
     if failed:
         print(f"{failed} of {len(jobs)} rows have an error; the same command tries them again", file=sys.stderr)
@@ -124,7 +122,7 @@ def _answer(jobs: list[Job], journal: Journal, config: EngineConfig) -> int:
 class Run:
     """Feeds an engine, and writes each row once all its samples are finished."""
 
-    def __init__(self, engine: "Engine", journal: Journal, meter: Meter) -> None:
+    def __init__(self, engine: "jaxspec.engine.Engine", journal: Journal, meter: Meter) -> None:
         self.engine, self.journal, self.meter = engine, journal, meter
         self.running: dict[str, tuple[Job, list[CompletionOutput]]] = {}
         self.samples = 0

@@ -16,7 +16,7 @@ from jaxspec.errors import RequestError
 from jaxspec.host.request import CompletionOutput, TextDelta
 
 if TYPE_CHECKING:
-    from jaxspec.engine import Engine
+    import jaxspec.engine
 
 
 @with_engine_and_sampling
@@ -71,7 +71,7 @@ def generate(
     return 0
 
 
-def _run(engine: "Engine", asked: list[Prompt], params: SamplingParams, shown: "Answers") -> None:
+def _run(engine: "jaxspec.engine.Engine", asked: list[Prompt], params: SamplingParams, shown: "Answers") -> None:
     for index, prompt in enumerate(asked):
         try:
             submit(engine, str(index), prompt.source, params)

@@ -3,7 +3,6 @@
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -57,7 +56,7 @@ class Meter:
         new = self.done - self.before
         return str(timedelta(seconds=round(self.seconds / new * (self.total - self.done)))) if new else "?"
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Meter":
         self._bar.start()
         return self
 

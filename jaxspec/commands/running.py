@@ -14,13 +14,13 @@ from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.host.request import CompletionOutput, Statistics
 
 if TYPE_CHECKING:
-    from jaxspec.engine import Engine
-    from jaxspec.llm import LLM
+    import jaxspec.engine
+    import jaxspec.llm
 
 Messages = list[dict[str, Any]]
 
 
-def load(config: EngineConfig) -> "LLM":
+def load(config: EngineConfig) -> "jaxspec.llm.LLM":
     """The model, with a sign of life on a terminal. jax is imported here."""
     with Console(stderr=True).status(f"loading {config.model}"):
         from jaxspec.llm import LLM
@@ -28,7 +28,7 @@ def load(config: EngineConfig) -> "LLM":
         return LLM(**msgspec.structs.asdict(config))
 
 
-def submit(engine: "Engine", request_id: str, source: str | Messages, params: SamplingParams) -> None:
+def submit(engine: "jaxspec.engine.Engine", request_id: str, source: str | Messages, params: SamplingParams) -> None:
     """Queue a request: text is completed as it is, messages go through the chat template. May raise RequestError."""
     if isinstance(source, str):
         engine.add(request_id, source, params)

@@ -1,12 +1,13 @@
 """From emitted tokens to text: detokenisation, stop strings, log probabilities and counters of one sample."""
 
 import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxspec.host.request import CompletionOutput, Sample, Statistics, TextDelta, TokenLogprobs
 from jaxspec.host.stop import StopMatcher
 
 
+@runtime_checkable
 class TextStream(Protocol):
     """Incremental detokenisation; `jaxspec.tokenizer` has the one in use."""
 

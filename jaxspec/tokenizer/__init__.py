@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from jaxspec.errors import RequestError
 from jaxspec.tokenizer.backend import Backend
@@ -40,13 +40,13 @@ class Tokenizer:
         self._detokenizer = Detokenizer(self._backend, self.special_ids, self.vocab_size)
 
     @classmethod
-    def from_folder(cls, path: Path) -> Self:
+    def from_folder(cls, path: Path) -> "Tokenizer":
         """From a Hugging Face folder: its tokenizer.json, and the configs and chat template beside it.
         LoadError when tokenizer.json is missing or a file is damaged."""
         return cls(backend_from_folder(path))
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
         """From the key/value pairs of a GGUF file. LoadError names a tokenizer model or pre-tokenizer that is
         not supported, or the key that is missing."""
         return cls(backend_from_gguf(metadata))

@@ -28,7 +28,7 @@ def render_chat(template: str, messages: Any, add_generation_prompt: bool, varia
 
     Raises RequestError when a message is malformed, or the template fails, refuses or leaves its sandbox.
     """
-    conversation = [_checked(message, number) for number, message in enumerate(_nonempty(messages), start=1)]
+    conversation = _checked(messages)
     try:
         return _compile(template).render(
             messages=conversation,
@@ -42,13 +42,13 @@ def render_chat(template: str, messages: Any, add_generation_prompt: bool, varia
         raise RequestError(f"the chat template cannot render this conversation: {reason}") from error
 
 
-def _nonempty(messages: Any) -> list[dict]:
+def _checked(messages: Any) -> list[dict]:
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message")
-    return messages
+    return [_checked_message(message, number) for number, message in enumerate(messages, start=1)]
 
 
-def _checked(message: Any, number: int) -> dict:
+def _checked_message(message: Any, number: int) -> dict:
     """A message whose content is one string, without the keys that are None, which templates take for given."""
     if not isinstance(message, dict):
         raise RequestError(f"message {number} must be an object with role and content, not {type(message).__name__}")

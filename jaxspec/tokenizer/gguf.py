@@ -1,4 +1,4 @@
-"""A `tokenizers` tokenizer from the metadata of a GGUF file, giving the ids that llama.cpp gives."""
+"""A `tokenizers` tokenizer from the metadata of a GGUF file: the ids of the one that the model was trained with."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +31,6 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
 }
 """tokenizer.ggml.pre: the patterns that split a text before BPE, each one splitting the pieces of those before it."""
 
@@ -93,6 +92,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=_SPLITS[pre] is _LLAMA3))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[pre]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()  # as its tokenizer.json does; GGUF does not say so
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from jaxspec.errors import LoadError
 from jaxspec.models.spec import ModelSpec
@@ -33,6 +33,7 @@ class Parameter:
     parts: tuple[Part, ...]
 
 
+@runtime_checkable
 class Family(Protocol):
     """What a module in this folder has."""
 

@@ -34,7 +34,7 @@ class _Config(msgspec.Struct):
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    partial_rotary_factor: float | None = None
+    partial_rotary_factor: Any = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -52,7 +52,7 @@ def spec(config: Mapping[str, Any], valid_vocab: int) -> ModelSpec:
     head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
     return ModelSpec(
         vocab_size=c.vocab_size,
-        valid_vocab=min(valid_vocab, c.vocab_size),
+        valid_vocab=min(valid_vocab, c.vocab_size),  # a tokenizer may have ids that the model has no row for
         num_layers=c.num_hidden_layers,
         embed_dim=c.hidden_size,
         num_heads=c.num_attention_heads,
@@ -107,10 +107,13 @@ def _inv_freq(c: _Config, head_dim: int) -> tuple[float, ...]:
             frequencies = [_llama3(f, rope) for f in frequencies]
         elif kind != "default":
             raise LoadError(f"config: RoPE type {kind!r} is not supported (there are: default, linear, llama3)")
+        usable = all(0 < f < math.inf for f in frequencies)
     except KeyError as error:
         raise LoadError(f"config: the RoPE settings lack {error.args[0]!r}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
         raise LoadError(f"config: the RoPE settings {rope} cannot be used ({error})") from error
+    if not usable:
+        raise LoadError(f"config: the RoPE settings {rope} give frequencies that are not above 0")
     return tuple(float(np.float32(f)) for f in frequencies)
 
 

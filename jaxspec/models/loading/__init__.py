@@ -1,6 +1,7 @@
 """From a model's name to its spec, parameters and tokenizer."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16)}
 
 
 class LoadedModel(NamedTuple):
+    """A model as `load_model` gives it; `name` is what was asked for."""
+
     spec: ModelSpec
     params: dict[str, Any]
     tokenizer: Tokenizer
@@ -56,7 +59,7 @@ def load_model(model: str, weights: str = "float32", progress: bool = True) -> L
 
 def _find(model: str) -> Path:
     """The folder or .gguf file that `model` means."""
-    if re.fullmatch(r"[\w.-]+", model):
+    if re.fullmatch(r"[\w.-]{1,100}", model):
         try:
             config = find_config("models", model)
         except ConfigError as error:
@@ -65,10 +68,11 @@ def _find(model: str) -> Path:
             return _fetch_configured(config)
     else:
         unknown = f"no model {model!r}"
-    path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    # os.path, because Path raises for an unknown ~user and for names that are too long.
+    path = Path(os.path.expanduser(model))
+    if model and (os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf")):
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         raise LoadError(f"{model} is neither a folder nor a .gguf file")
     if model.startswith(("/", ".", "~")) or path.suffix == ".gguf" or path.is_absolute():
         raise LoadError(f"no such file: {model}")
@@ -97,7 +101,11 @@ def _in(path: Path) -> Iterator[None]:
 
 def _load_folder(path: Path, dtype: np.dtype, progress: bool) -> tuple[ModelSpec, dict[str, Any], Tokenizer]:
     config = read_json(path / "config.json")
-    family = find_family(next(iter(config.get("architectures") or ()), None) or f"(none: {config.get('model_type')})")
+    match config.get("architectures"):
+        case [str(architecture), *_]:
+            family = find_family(architecture)
+        case _:
+            raise LoadError(f"{path / 'config.json'} names no architecture")
     tokenizer = Tokenizer.from_folder(path)
     spec = family.spec(config, tokenizer.vocab_size)
     params = read_parameters(SafetensorsSource(path), family, family.parameters(spec), dtype, progress)

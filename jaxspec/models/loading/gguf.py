@@ -52,19 +52,23 @@ class GGUFFile(NamedTuple):
 
 
 def read_header(path: Path) -> GGUFFile:
-    """Metadata and tensor table of a file. LoadError where it is no complete little-endian GGUF of version 2 or 3."""
+    """Metadata and tensor table of a file.
+
+    LoadError where it is no complete little-endian GGUF of version 2 or 3, or holds a type that cannot be dequantised.
+    """
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as opened:
             size = path.stat().st_size
             if size < 24:
                 raise LoadError(f"{path} is not a GGUF file: it has {size} bytes")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                header = _Header(data, path)
-                return GGUFFile(path, *header.read())
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                file = GGUFFile(path, *_Header(data, path).read())
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror or error}") from error
     except (struct.error, ValueError) as error:  # reads past the end, text that is not UTF-8
         raise LoadError(f"{path} is damaged or cut short: its header cannot be read ({error})") from error
+    _check_kinds(file)
+    return file
 
 
 class _Header:
@@ -86,6 +90,8 @@ class _Header:
             key = self._string()
             metadata[key] = self._value(self._unpack("I"))
         table = [(self._string(), *self._tensor()) for _ in range(tensor_count)]
+        if len({name for name, *_ in table}) != tensor_count:
+            raise ValueError("two tensors of one name")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"alignment {alignment}")
@@ -179,7 +185,7 @@ def hugging_face_config(file: GGUFFile) -> dict[str, Any]:
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base"),
         "rope_scaling": _rope_scaling(get),
-        "partial_rotary_factor": rotated / head_dim if rotated and head_dim else None,
+        "partial_rotary_factor": None if rotated in (None, head_dim) else f"{rotated} of {head_dim}",
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -209,7 +215,6 @@ class GGUFSource:
         names = _hugging_face_names(file, family, spec)
         self._names = {names.get(name, name): name for name in file.tensors if name != ROPE_FACTORS}
         self.shapes = {name: file.tensors[stored].shape for name, stored in self._names.items()}
-        _check_kinds(file)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows of a tensor, in Hugging Face order."""
@@ -239,7 +244,9 @@ def _check_kinds(file: GGUFFile) -> None:
         try:
             gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except NotImplementedError as error:
-            raise LoadError(f"{file.path}: tensor {name} is of type {kind.name}, which cannot be dequantised") from error
+            raise LoadError(
+                f"{file.path}: tensor {name} is of type {kind.name}, which cannot be dequantised"
+            ) from error
 
 
 def _rows(file: GGUFFile, name: str, tensor: Tensor, start: int, stop: int) -> np.ndarray:

@@ -8,7 +8,7 @@ FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja"]
 
 
 def fetch_from_hub(model: str) -> Path:
-    """The folder of a model in the hub's own cache, downloaded where it is not there yet. LoadError where it cannot be."""
+    """The folder of a model in the hub's own cache, after downloading what is missing. LoadError where that fails."""
     from huggingface_hub import snapshot_download  # slow to import, and most loads do without
 
     try:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ QUIET_SECONDS = 1.0
 """Loads shorter than this show no progress bar."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """A checkpoint whose tensors can be read by rows, from several threads at once."""
 

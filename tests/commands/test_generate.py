@@ -1,0 +1,150 @@
+"""`jaxspec generate` on a tiny model with random weights, and once on the real one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.cli import main
+
+PROMPTS = ["the sea", "she sells", "user"]
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path) -> LLM:
+    """The same model through the Python door."""
+    return LLM(str(tiny_model), max_batch=4)
+
+
+@pytest.fixture
+def run(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    """Run `jaxspec generate`; returns exit code, stdout and stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = main(["generate", "--model", str(tiny_model), "--max-tokens", "12", *arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def greedy(oracle: LLM, prompts: list[str]) -> list[str]:
+    return [output.text for output in oracle.generate(prompts, SamplingParams(max_tokens=12), progress=False)]
+
+
+def test_one_prompt_prints_the_text_and_the_figures_go_to_stderr(run, oracle):
+    code, out, err = run("--raw", PROMPTS[0])
+    assert (code, out) == (0, greedy(oracle, PROMPTS[:1])[0] + "\n")
+    assert err.startswith("12 tokens in ")
+    for figure in ("tok/s", "12 steps", "tau 1.00", "first token after"):
+        assert figure in err
+    assert err.count("\n") == 1
+
+
+def test_a_chat_is_the_default(run, oracle):
+    messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": PROMPTS[0]}]
+    expected = oracle.chat(messages, SamplingParams(max_tokens=12), progress=False)[0].text
+    assert run("--system", "brief", PROMPTS[0])[:2] == (0, expected + "\n")
+    assert run(PROMPTS[0])[1] != expected + "\n"
+
+
+def test_several_prompts_are_printed_whole_under_headers_in_order(run, oracle, tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_text("\n".join(PROMPTS))
+    code, out, _ = run("--raw", "--file", str(file))
+    texts = greedy(oracle, PROMPTS)
+    assert (code, out) == (0, "".join(f"=== {p}\n{t}\n\n" for p, t in zip(PROMPTS, texts, strict=True)))
+
+
+def test_json_is_one_object_a_prompt(run, oracle):
+    code, out, _ = run("--raw", "--json", "--seed", "3", "--temperature", "0.9", *PROMPTS)
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=3)
+    expected = oracle.generate(PROMPTS, params, progress=False)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [row["prompt"] for row in found] == PROMPTS
+    assert [row["token_ids"] for row in found] == [output.token_ids for output in expected]
+    assert [row["text"] for row in found] == [output.text for output in expected]
+    for row in found:
+        assert set(row) == {"prompt", "text", "token_ids", "finish_reason", "seed", "stats"}
+        assert (row["finish_reason"], row["seed"]) == ("length", 3)
+        names = {"tokens", "seconds", "tokens_per_second", "steps", "tau", "acceptance_rate"}
+        assert set(row["stats"]) == names
+        assert (row["stats"]["tokens"], row["stats"]["tau"], row["stats"]["acceptance_rate"]) == (12, 1.0, 0.0)
+
+
+def test_json_with_samples_and_logprobs(run):
+    code, out, _ = run("--raw", "--json", "--temperature", "1", "--n", "2", "--logprobs", "2", PROMPTS[0])
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [row["index"] for row in found] == [0, 1]
+    assert found[0]["token_ids"] != found[1]["token_ids"]
+    for row in found:
+        assert [entry["token_id"] for entry in row["logprobs"]] == row["token_ids"]
+        assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in row["logprobs"])
+
+
+def test_flags_reach_the_sampler(run, oracle):
+    first = oracle.generate(PROMPTS[0], SamplingParams(max_tokens=12), progress=False)[0].token_ids
+    banned = json.loads(run("--raw", "--json", "--logit-bias", f"{first[0]}:-100", PROMPTS[0])[1])["token_ids"]
+    assert first[0] not in banned
+    stopped = json.loads(run("--raw", "--json", "--stop-token-ids", str(first[3]), PROMPTS[0])[1])
+    assert stopped["token_ids"] == first[: first.index(first[3]) + 1]
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_a_prompt_that_does_not_fit_is_named(run):
+    code, out, err = run("--raw", "fits", "too long " * 300)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: prompt 2: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full to stand for a full disk")
+def test_output_that_cannot_be_written_is_one_line(run, monkeypatch):
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails too
+    monkeypatch.setattr(sys, "stdout", full)
+    code, _, err = run("--raw", PROMPTS[0])
+    with suppress(OSError):
+        full.close()
+    assert code == 2
+    assert err == "error: output: No space left on device\n"
+
+
+def test_ctrl_c_says_what_was_answered_and_exits_130(tiny_model):
+    command = [sys.executable, "-m", "jaxspec", "generate", "--model", str(tiny_model)]
+    options = ["--raw", "--ignore-eos", "--max-tokens", "240", "--max-batch", "1"]
+    with subprocess.Popen(
+        [*command, *options, *["the sea"] * 4000], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("=== the sea")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].endswith("of 4000 prompts are answered")
+    assert "Traceback" not in err
+
+
+@pytest.mark.model
+def test_the_real_model_answers_from_one_command_and_streams():
+    command = [sys.executable, "-m", "jaxspec", "generate", "--max-tokens", "48", "Write a short poem about the sea."]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pieces, times = [], []
+        while piece := os.read(process.stdout.fileno(), 65536):
+            pieces.append(piece)
+            times.append(time.perf_counter())
+        _, err = process.communicate()
+    text = b"".join(pieces).decode()
+    assert process.returncode == 0, err
+    assert "sea" in text.lower()
+    assert len(pieces) > 2, "the answer came in one piece"
+    assert times[-1] - times[0] > 0.1
+    assert b"48 tokens in" in err

@@ -1,0 +1,253 @@
+"""The decode loop on a tiny model: laws 1, 3a and 6, ends, and what speculation must not change."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import decode
+from jaxspec.config import SamplingParams
+from jaxspec.decode import Finish
+from jaxspec.tree import Tree
+from jaxspec.types import Drafter, Proposal
+from tests.driver import PAGE, SPEC, VOCAB, Job, decode_all, make_program, page_lists, random_params, table_width
+
+PARAMS = random_params()
+SAMPLED = SamplingParams(
+    temperature=0.9,
+    top_k=20,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    frequency_penalty=0.3,
+    presence_penalty=0.2,
+    logit_bias={7: 2.0, 9: -3.0},
+    max_tokens=20,
+    logprobs=0,
+)
+MIX = {
+    0: Job([5, 6, 7, 8, 9, 10, 11], SamplingParams(max_tokens=20, logprobs=0)),
+    1: Job([1, 2, 3], SamplingParams(temperature=0.7, max_tokens=20, logprobs=0), seed=3),
+    2: Job([4], SamplingParams(temperature=1.0, max_tokens=20, logprobs=0), seed=2**40 + 1),
+    3: Job(list(range(20, 33)), SAMPLED, seed=5),
+}
+
+
+def scripted(tree: Tree, script: np.ndarray, wrong: float, seed: int = 0) -> Drafter:
+    """Drafts what the script says comes next, and rubbish with the given probability; some nodes have nothing to say."""
+    rng = np.random.default_rng(seed)
+    table = jnp.asarray(np.pad(script, ((0, 0), (0, 64))))
+    fail = jnp.asarray(rng.random((97, tree.size)) < wrong)
+    noise = jnp.asarray(rng.integers(0, VOCAB, (97, tree.size)))
+    silent = jnp.asarray(rng.random((97, tree.size)) < 0.1)
+    depth = jnp.asarray(tree.depths[1:], jnp.int32)
+
+    def propose(params, state, sequences, progress):
+        ahead = progress.ordinal[:, None] + depth - 1
+        right = jnp.take_along_axis(table, ahead, axis=1)
+        which = (progress.ordinal * 7 + jnp.arange(progress.ordinal.shape[0])) % 97
+        tokens = jnp.where(fail[which], noise[which], right).astype(jnp.int32)
+        return Proposal(tokens, ~silent[which]), state
+
+    return Drafter(tree, lambda spec, batch: (), lambda state, row, tokens: state, propose, lambda state, verdict: state)
+
+
+def random_tree(nodes: int, seed: int) -> Tree:
+    rng = np.random.default_rng(seed)
+    return Tree(tuple(int(rng.integers(max(0, i - 4), i + 1)) for i in range(nodes)))
+
+
+def script_of(results, batch: int = 4) -> np.ndarray:
+    length = max(len(r.tokens) for r in results.values())
+    script = np.zeros((batch, length), np.int32)
+    for row, result in results.items():
+        script[row, : len(result.tokens)] = result.tokens
+    return script
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return decode_all(PARAMS, make_program(), MIX)
+
+
+@pytest.mark.parametrize(
+    ("tree", "wrong"),
+    [
+        (Tree.chain(4), 0.0),
+        (Tree.chain(5), 0.4),
+        (random_tree(9, 1), 0.3),
+        (random_tree(40, 2), 0.8),
+        (Tree((0, 0, 0, 1, 1, 2, 4)), 0.5),
+    ],
+)
+def test_law_1_drafts_change_speed_and_nothing_else(plain, tree: Tree, wrong: float):
+    got = decode_all(PARAMS, make_program(scripted(tree, script_of(plain), wrong), pages=160), MIX)
+    for row, expected in plain.items():
+        assert got[row].tokens == expected.tokens
+        assert got[row].finish == expected.finish
+        np.testing.assert_allclose(got[row].logprobs, expected.logprobs, atol=1e-4)
+    steps = sum(r.steps for r in got.values())
+    accepted, drafted = sum(r.accepted for r in got.values()), sum(r.drafted for r in got.values())
+    emitted = sum(len(r.tokens) for r in got.values())
+    assert emitted - steps <= accepted <= drafted
+    assert steps < emitted  # something was accepted, or this shows nothing
+
+
+def test_perfect_drafts_are_all_accepted(plain):
+    got = decode_all(PARAMS, make_program(scripted(Tree.chain(4), script_of(plain), 0.0)), {0: MIX[0]})
+    # A node in ten is silent: with none silent 20 tokens take 4 rounds.
+    assert got[0].steps <= 8
+
+
+def test_the_model_tells_contexts_apart(plain):
+    assert len(set(plain[0].tokens)) > 5
+    assert len({tuple(r.tokens) for r in plain.values()}) == 4
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_law_3a_company_and_pages_change_no_bit(plain, drafts: bool):
+    tree = random_tree(6, 4)
+    program = make_program(scripted(tree, script_of(plain), 0.3) if drafts else None, pages=160)
+    together = decode_all(PARAMS, program, MIX)
+    for row, job in MIX.items():
+        alone = decode_all(PARAMS, program, {row: job}, pages=page_lists(program, 4, seed=9))[row]
+        assert alone.tokens == together[row].tokens
+        assert alone.logprobs.tobytes() == together[row].logprobs.tobytes()
+
+
+def test_law_3a_any_row_of_the_batch(plain):
+    moved = {3 - row: job for row, job in MIX.items()}
+    got = decode_all(PARAMS, make_program(), moved)
+    for row in MIX:
+        assert got[3 - row].tokens == plain[row].tokens
+        assert got[3 - row].logprobs.tobytes() == plain[row].logprobs.tobytes()
+
+
+@pytest.mark.parametrize(("page", "chunk", "batch"), [(1, 8, 4), (7, 3, 4), (16, 32, 5), (4, 1, 9)])
+def test_law_3b_shapes_change_rounding_only(plain, page: int, chunk: int, batch: int):
+    program = make_program(page=page, pages=9 * 48 // page + 9)
+    got = decode_all(PARAMS, program, MIX, batch=batch, chunk=chunk)
+    for row, expected in plain.items():
+        assert got[row].tokens == expected.tokens
+        np.testing.assert_allclose(got[row].logprobs, expected.logprobs, atol=1e-3)
+
+
+def poison(program, jobs, pages):
+    """NaN in keys and a large value in values of every slot that no prompt has filled."""
+
+    def edit(state):
+        filled = np.zeros((program.pool.num_pages, program.pool.page_size), bool)
+        for row, job in jobs.items():
+            for slot in range(len(job.prompt) - 1):
+                filled[pages[row][slot // program.pool.page_size], slot % program.pool.page_size] = True
+        kv = np.array(state.pool["kv"]).reshape(SPEC.num_layers, program.pool.num_pages, *state.pool["kv"].shape[1:])
+        free = np.broadcast_to(~filled[None, :, None, :, None], kv[:, :, :, 0].shape)
+        kv[:, :, :, 0][free] = np.nan
+        kv[:, :, :, 1][free] = 1e30
+        return state._replace(pool={"kv": jnp.asarray(kv.reshape(state.pool["kv"].shape))})
+
+    return edit
+
+
+def test_law_5_nothing_but_own_committed_slots_is_seen(plain):
+    program = make_program(scripted(random_tree(6, 4), script_of(plain), 0.5), pages=160)
+    pages = page_lists(program, 4)
+    got = decode_all(PARAMS, program, MIX, pages=pages, edit=poison(program, MIX, pages))
+    for row, expected in plain.items():
+        assert got[row].tokens == expected.tokens
+        assert np.isfinite(got[row].logprobs).all()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8])
+def test_max_tokens_is_met_exactly_whatever_is_accepted(plain, max_tokens: int):
+    job = MIX[0]._replace(params=SamplingParams(max_tokens=max_tokens))
+    drafter = scripted(Tree.chain(4), script_of(plain), 0.0)
+    got = decode_all(PARAMS, make_program(drafter), {0: job})[0]
+    assert got.tokens == plain[0].tokens[:max_tokens]
+    assert got.finish == Finish.LENGTH
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 6, 11])
+def test_end_of_sequence_inside_an_accepted_span_ends_the_text(plain, at: int):
+    eos = plain[0].tokens[at]
+    first = plain[0].tokens.index(eos)
+    job = MIX[0]._replace(eos_ids=(60, eos))
+    drafter = scripted(Tree.chain(4), script_of(plain), 0.0)
+    for program in (make_program(), make_program(drafter)):
+        got = decode_all(PARAMS, program, {0: job})[0]
+        assert got.tokens == plain[0].tokens[: first + 1]
+        assert got.finish == Finish.STOP
+
+
+def test_min_tokens_bans_the_end_until_then(plain):
+    eos = plain[0].tokens[2]
+    for drafter in (None, scripted(Tree.chain(3), script_of(plain), 0.0)):
+        job = MIX[0]._replace(params=SamplingParams(max_tokens=12, min_tokens=6), eos_ids=(eos,))
+        got = decode_all(PARAMS, make_program(drafter), {0: job})[0]
+        assert eos not in got.tokens[:6]
+        assert len(got.tokens) >= 6
+
+
+def test_the_context_is_filled_to_its_last_slot():
+    job = Job([1, 2, 3], SamplingParams(max_tokens=SPEC.max_context - 3))
+    plain = decode_all(PARAMS, make_program(), {0: job})
+    drafter = scripted(Tree.chain(4), script_of(plain, 4), 0.2)
+    got = decode_all(PARAMS, make_program(drafter, pages=160), {0: job})[0]
+    assert len(got.tokens) == SPEC.max_context - 3
+    assert got.tokens == plain[0].tokens
+
+
+def test_seeds_samples_and_mates_have_streams_of_their_own():
+    hot = SamplingParams(temperature=1.5, max_tokens=16)
+    jobs = {row: Job([1, 2, 3], hot, seed=seed) for row, seed in enumerate([0, 1, 2**32, 0])}
+    got = decode_all(PARAMS, make_program(), jobs)
+    assert got[0].tokens == got[3].tokens
+    assert len({tuple(r.tokens) for r in got.values()}) == 3
+
+
+def test_logits_that_are_not_finite_end_their_row_only(plain):
+    params = random_params()
+    broken = np.array(params["embed"]["weight"])
+    broken[50] = np.nan
+    params["embed"]["weight"] = jnp.asarray(broken)
+    jobs = {0: MIX[0], 1: Job([50, 1], SamplingParams(max_tokens=9))}
+    got = decode_all(params, make_program(), jobs)
+    assert got[1].finish == Finish.NOT_FINITE
+    assert got[1].tokens == []
+    assert got[0].tokens == plain[0].tokens
+
+
+def compiled_run(program, batch: int):
+    state = decode.init_state(program, batch, table_width(program))
+    return decode.run.lower(PARAMS, state, jnp.int32(1), jnp.int32(1), program=program).compile()
+
+
+@pytest.mark.parametrize("tree", [Tree(), Tree.chain(3), Tree((0, 0, 1))])
+def test_law_6_no_copy_of_the_pool_and_no_callback_in_the_program(plain, tree: Tree):
+    program = make_program(scripted(tree, script_of(plain), 0.3) if tree.size else None)
+    text = compiled_run(program, 4).as_text()
+    shape = re.escape(f"f32[{SPEC.num_layers * program.pool.num_pages},{SPEC.num_kv_heads},2,{PAGE},{SPEC.head_dim}]")
+    assert re.search(shape, text)  # the pattern does name the pool
+    assert not re.findall(rf"= {shape}\S* copy\(", text)
+    assert "callback" not in text
+    assert "outfeed" not in text
+
+
+def test_law_6_the_pool_is_updated_where_it_lies():
+    program = make_program()
+    memory = compiled_run(program, 4).memory_analysis()
+    pool = program.pool.page_bytes * program.pool.num_pages
+    assert memory.temp_size_in_bytes < pool
+    assert memory.alias_size_in_bytes >= pool
+
+
+def test_selecting_rows_keeps_requests_whole(plain):
+    program = make_program()
+    state = decode.init_state(program, 4, table_width(program))
+    state = state._replace(progress=state.progress._replace(token=jnp.arange(4, dtype=jnp.int32)))
+    state = decode.select_rows(state, np.int32([2, 0]))
+    assert state.progress.token.tolist() == [2, 0]
+    assert state.sequences.page_table.shape == (1, 2, table_width(program))
+    assert jax.tree.leaves(state.sampling)[0].shape[0] == 2
