@@ -135,9 +135,13 @@ def set_active(state: DecodeState, active: Bool[Array, "B"]) -> DecodeState:
     return state._replace(progress=state.progress._replace(active=active))
 
 
-@partial(jax.jit, donate_argnames="state")
 def select_rows(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
-    """The same state for another batch bucket: row i is the old row `rows[i]`."""
+    """The same state for another batch bucket: row i is the old row `rows[i]`. The pool is not touched."""
+    return _select(state._replace(pool={}), rows)._replace(pool=state.pool)
+
+
+@jax.jit
+def _select(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
     take = partial(jax.tree.map, lambda a: a[rows])
     sequences = state.sequences
     return state._replace(

@@ -126,7 +126,7 @@ class Engine:
         elif wanted != self._batch:
             old = self.scheduler.renumber()
             # Rows beyond the running ones repeat any row: they stay inactive until they are admitted.
-            self.state = decode.select_rows(self.state, np.array(old + [0] * (wanted - len(old)), np.int32))
+            self.state = decode.select_rows(self.state, jnp.array(old + [0] * (wanted - len(old)), jnp.int32))
         self._batch = wanted
 
     def _admit(self, row: int) -> None:

@@ -55,10 +55,9 @@ class Result(NamedTuple):
 
 
 def random_params(seed: int = 0):
-    """Parameters whose output varies with the context (a tied random model repeats itself)."""
+    """Parameters whose output varies with the context (freshly initialised models repeat themselves)."""
     params = init_params(SPEC, jax.random.key(seed))
-    params["lm_head"]["weight"] = params["lm_head"]["weight"] * 3
-    return params
+    return jax.tree.map(lambda a: a * 3 if a.ndim > 1 else a, params)
 
 
 def make_program(drafter: Drafter | None = None, *, pages: int = 128, page: int = PAGE, max_rounds: int = 8) -> Program:

@@ -1,6 +1,6 @@
-"""The noise: Gumbel-distributed, independent whatever two draws differ in, and a function of the ids asked for alone."""
+"""The noise: Gumbel-distributed, independent whatever two draws differ in, a function of its keys and ids alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ def keys_of(seed, sample, ordinal, purpose: int = noise.TARGET):
     return noise.noise_keys(seed, sample, ordinal, purpose)
 
 
-def keys(seed: int = 9, sample: int = 0, ordinals=range(64), purpose: int = noise.TARGET) -> jax.Array:
+def keys(seed: int = 9, sample: int = 0, ordinals: Sequence[int] = range(64), purpose: int = noise.TARGET) -> jax.Array:
     """Key words `[ordinals, 2]` of one row."""
     words = jnp.array([[seed & 0xFFFFFFFF, seed >> 32]], jnp.uint32)
     return keys_of(words, jnp.array([sample], jnp.int32), jnp.array([list(ordinals)], jnp.int32), purpose)[0]
@@ -50,7 +50,7 @@ def pair_p(first: np.ndarray, second: np.ndarray, bins: int = 16) -> float:
 
 
 def worst_lag(first: np.ndarray, second: np.ndarray) -> float:
-    """The largest correlation over all shifts of two sets of ids `[.., ids]` against each other, in standard deviations."""
+    """The largest correlation over all shifts of two rows of ids against each other, in standard deviations."""
     a, b = (uniform(x) - 0.5 for x in (first, second))
     spectrum = np.fft.rfft(a) * np.conj(np.fft.rfft(b))
     correlation = np.fft.irfft(spectrum, n=a.shape[-1]) * 12 / np.sqrt(a.shape[-1])

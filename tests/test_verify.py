@@ -1,6 +1,6 @@
 """Verification against plain sampling one token at a time, and against a walk in Python."""
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -18,29 +18,26 @@ VOCAB = 9
 MODEL = np.random.default_rng(0).normal(0, 1.5, (VOCAB, VOCAB, VOCAB)).astype(np.float32)
 """A target model: the logits after the two tokens before, `[before last, last, V]`."""
 
-_PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 0.5}
-PARAMS = [
-    SamplingParams(temperature=t, **options)
-    for t in (0.0, 0.7, 1.0)
-    for options in (
-        {},
-        _PENALTIES,
-        {"repetition_penalty": 0.5, "frequency_penalty": -1.0},
-        {"top_k": 4, "top_p": 0.9, "min_p": 0.05},
-        {"logit_bias": {0: 2.0, 4: -1.0}, "min_tokens": 9},
-        {**_PENALTIES, "top_k": 5, "top_p": 0.95, "min_tokens": 8, "logit_bias": {3: 1.0}},
-    )
+_PENALTIES: dict = {"repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 0.5}
+_OPTIONS: list[dict] = [
+    {},
+    _PENALTIES,
+    {"repetition_penalty": 0.5, "frequency_penalty": -1.0},
+    {"top_k": 4, "top_p": 0.9, "min_p": 0.05},
+    {"logit_bias": {0: 2.0, 4: -1.0}, "min_tokens": 9},
+    {**_PENALTIES, "top_k": 5, "top_p": 0.95, "min_tokens": 8, "logit_bias": {3: 1.0}},
 ]
+PARAMS = [SamplingParams(temperature=t, **options) for t in (0.0, 0.7, 1.0) for options in _OPTIONS]
 REQUESTS = random_requests(PARAMS * 3, VOCAB, seed=1)
 ORDINAL = np.array([len(r.output) for r in REQUESTS])
 
 TREES = {
-    "none": Tree(),
     "chain": Tree.chain(4),
-    "star": Tree((0,) * 5),
     "branches": Tree((0, 0, 1, 1, 2, 3, 3, 4, 6)),
     "wide": Tree(tuple(int(np.random.default_rng(i).integers(max(0, i - 12), i + 1)) for i in range(45))),
 }
+
+STEPS = max(tree.max_depth for tree in TREES.values()) + 1
 
 
 class Case(NamedTuple):
@@ -53,6 +50,15 @@ class Case(NamedTuple):
     truth: np.ndarray
 
 
+class Found(NamedTuple):
+    """A verdict in numpy."""
+
+    tokens: np.ndarray
+    path: np.ndarray
+    count: np.ndarray
+    finite: np.ndarray
+
+
 @jax.jit
 def plain_draw(logits, batch, history, ordinal):
     keys = noise.noise_keys(batch.seed, batch.sample, ordinal[:, None], noise.TARGET)
@@ -63,23 +69,24 @@ def last_two(request: Request) -> list[int]:
     return [0, *request.prompt, *request.output][-2:]
 
 
-def plain(requests: list[Request], steps: int) -> np.ndarray:
-    """Tokens `[B, steps]`: forward, draw, append, with no draft anywhere."""
-    batch, texts = sampling_of(requests), list(requests)
-    for _ in range(steps):
+@cache
+def plain() -> np.ndarray:
+    """What plain sampling emits `[B, STEPS]`: forward, draw, append, with no draft anywhere."""
+    batch, texts = sampling_of(REQUESTS), list(REQUESTS)
+    for _ in range(STEPS):
         logits = np.stack([MODEL[tuple(last_two(r))] for r in texts])
         ordinal = np.array([len(r.output) for r in texts])
         tokens = plain_draw(logits, batch, history_of(texts, VOCAB), ordinal).tolist()
         texts = [
             Request(r.params, r.prompt, (*r.output, token), r.stop_ids) for r, token in zip(texts, tokens, strict=True)
         ]
-    return np.array([r.output[-steps:] for r in texts])
+    return np.array([r.output[-STEPS:] for r in texts])
 
 
 def case(tree: Tree, seed: int, right: float = 0.6) -> Case:
     """Drafts of which a good part continue as plain sampling does, and a few are not valid."""
     rng = np.random.default_rng(seed)
-    truth = plain(REQUESTS, tree.max_depth + 1)
+    truth = plain()
     depths = np.array(tree.depths[1:], int)
     tokens = rng.integers(VOCAB, size=(len(REQUESTS), tree.size))
     tokens = np.where(rng.random(tokens.shape) < right, truth[:, depths - 1], tokens)
@@ -120,14 +127,14 @@ def coupled(tree, logits, proposal, batch, history, ordinal) -> Verdict:
     return verify.verify_coupled(tree, logits, proposal, batch, history, ordinal)
 
 
-def verdict_of(case: Case, run=coupled) -> Verdict:
+def verdict_of(case: Case, run=coupled) -> Found:
     proposal = Proposal(jnp.asarray(case.tokens, jnp.int32), jnp.asarray(case.valid))
     history = history_of(REQUESTS, VOCAB)
     found = run(case.tree, jnp.asarray(case.logits), proposal, sampling_of(REQUESTS), history, jnp.asarray(ORDINAL))
-    return Verdict(*(np.asarray(part) for part in found))
+    return Found(*(np.asarray(part) for part in found))
 
 
-def differences(case: Case, verdict: Verdict) -> int:
+def differences(case: Case, verdict: Found) -> int:
     """Rows whose path or tokens are not those of the walk."""
     wrong = 0
     for row in range(len(REQUESTS)):
@@ -140,18 +147,16 @@ def differences(case: Case, verdict: Verdict) -> int:
 @pytest.mark.parametrize("name", TREES)
 def test_emitted_tokens_are_those_of_plain_sampling(name: str) -> None:
     """Law 1: each node's penalties, filters and noise are those that plain sampling has on that path."""
-    lengths = []
+    tree, lengths = TREES[name], []
     for seed in range(4):
-        drafted = case(TREES[name], seed)
+        drafted = case(tree, seed)
         verdict = verdict_of(drafted)
         assert differences(drafted, verdict) == 0
         assert verdict.finite.all()
         assert verdict.count.min() >= 1
-        assert verdict.count.max() <= drafted.tree.max_depth + 1
-        lengths.append(verdict.count)
-    if drafted.tree.size:
-        assert {1, 2} <= set(np.concatenate(lengths).tolist())
-        assert np.max(lengths) > 2 or drafted.tree.max_depth == 1
+        assert verdict.count.max() <= tree.max_depth + 1
+        lengths.extend(verdict.count.tolist())
+    assert {1, 2, 3} <= set(lengths)
 
 
 def test_drafts_that_are_all_right_are_all_accepted() -> None:
@@ -159,10 +164,10 @@ def test_drafts_that_are_all_right_are_all_accepted() -> None:
     drafted.valid[:] = True
     verdict = verdict_of(drafted)
     assert (verdict.count == 5).all()
-    np.testing.assert_array_equal(verdict.tokens, drafted.truth)
+    np.testing.assert_array_equal(verdict.tokens, drafted.truth[:, :5])
 
 
-@pytest.mark.parametrize("name", ["chain", "star", "branches", "wide"])
+@pytest.mark.parametrize("name", ["chain", "branches", "wide"])
 def test_a_node_that_is_not_valid_is_never_accepted(name: str) -> None:
     """Padding holds token 0, and 0 is what the target wants: it must not pass for a draft."""
     drafted = case(TREES[name], 0)
@@ -188,8 +193,11 @@ def test_a_row_does_not_depend_on_its_mates() -> None:
     verdict = verdict_of(drafted)
     kept = np.arange(len(REQUESTS)) % 2 == 0
     other = case(TREES["branches"], 3)
-    mixed = Case(*(np.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, b) if isinstance(a, np.ndarray) else a
-                   for a, b in zip(drafted, other, strict=True)))
+
+    def mix(mine: np.ndarray, others: np.ndarray) -> np.ndarray:
+        return np.where(kept.reshape(-1, *[1] * (mine.ndim - 1)), mine, others)
+
+    mixed = Case(drafted.tree, *map(mix, drafted[1:], other[1:]))
     mixed.logits[1] = np.nan
     again = verdict_of(mixed)
     for before, after in zip(verdict, again, strict=True):
@@ -228,6 +236,7 @@ def _counts_of_all_nodes(tree, proposal, vocab):
 
 def _counts_of_the_parent(tree, proposal, vocab):
     right = PATH_COUNTS(tree, proposal, vocab)
+    assert right is not None
     return right[:, jnp.array([0, *tree.parents])]
 
 
@@ -247,22 +256,25 @@ PATH_COUNTS, WALK = verify._path_counts, verify._walk
     ("name", "fault"),
     [
         ("_path_counts", _no_path_counts),
-        ("_path_counts", _counts_of_all_nodes),
-        ("_path_counts", _counts_of_the_parent),
-        ("_walk", _invalid_accepted),
-        ("_walk", _first_child_only),
+        pytest.param("_walk", _invalid_accepted, marks=pytest.mark.slow),
+        pytest.param("_path_counts", _counts_of_all_nodes, marks=pytest.mark.slow),
+        pytest.param("_path_counts", _counts_of_the_parent, marks=pytest.mark.slow),
+        pytest.param("_walk", _first_child_only, marks=pytest.mark.slow),
     ],
 )
 def test_faults_are_seen(name: str, fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, name, fault)
-    run = jax.jit(lambda tree, *arguments: verify.verify_coupled(tree, *arguments), static_argnums=0)
+    run = jax.jit(partial(verify.verify_coupled), static_argnums=0)
     drafted = case(TREES["branches"], 1)
     assert differences(drafted, verdict_of(drafted, run)) > 0
 
 
+@pytest.mark.slow
 def test_noise_of_the_wrong_depth_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = noise.noise_keys
-    monkeypatch.setattr(noise, "noise_keys", lambda seed, sample, at, purpose: right(seed, sample, at * 0 + at[:, :1], purpose))
-    run = jax.jit(lambda tree, *arguments: verify.verify_coupled(tree, *arguments), static_argnums=0)
+    monkeypatch.setattr(
+        noise, "noise_keys", lambda seed, sample, at, purpose: right(seed, sample, at * 0 + at[:, :1], purpose)
+    )
+    run = jax.jit(partial(verify.verify_coupled), static_argnums=0)
     drafted = case(TREES["chain"], 1)
     assert differences(drafted, verdict_of(drafted, run)) > 0

@@ -67,9 +67,11 @@ def draw(logits: jax.Array, sampling: Sampling, history: History, ordinal: jax.A
     return sampling_module.draw(wide, sampling, history, None, ordinal, keys)
 
 
-def draw_rows(run: Callable, logits: np.ndarray, requests: Sequence[Request], width: int) -> tuple[np.ndarray, ...]:
-    """What `run`, a jitted `draw` or a spoilt one, gives for the ordinals from 0 up to `width`."""
-    ordinal = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(requests), width))
+def draw_rows(
+    run: Callable, logits: np.ndarray, requests: Sequence[Request], width: int, first: int = 0
+) -> tuple[np.ndarray, ...]:
+    """What `run`, a jitted `draw` or a spoilt one, gives for `width` ordinals from `first` on."""
+    ordinal = jnp.broadcast_to(jnp.arange(first, first + width, dtype=jnp.int32), (len(requests), width))
     history = history_of(requests, logits.shape[1])
     return tuple(np.asarray(x) for x in run(jnp.asarray(logits), sampling_of(requests), history, ordinal))
 

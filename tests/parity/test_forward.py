@@ -1,7 +1,7 @@
 """Logits through the paged pool against transformers: SmolLM2, and tiny random models of every kind of Llama."""
 
+import logging
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.parity
+
+LOG = logging.getLogger(__name__)
 
 TINY: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -132,22 +134,21 @@ def test_tiny_llama(kind: str, tiny_model: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, vocab, length).tolist() for length in (37, 50, 1)]
     expected = [their_logits(model, prompt) for prompt in prompts]
-    for chunk, num_rows, page in WAYS.values():
-        for ours, theirs in zip(
-            paged_logits(loaded.params, loaded.spec, prompts, chunk, num_rows, page), expected, strict=True
-        ):
-            np.testing.assert_allclose(ours[:, :vocab], theirs[:, :vocab], rtol=0, atol=1e-4)
+    for way, (chunk, num_rows, page) in WAYS.items():
+        got = paged_logits(loaded.params, loaded.spec, prompts, chunk, num_rows, page)
+        for ours, theirs in zip(got, expected, strict=True):
             assert np.all(np.isneginf(ours[:, vocab:]))
+            difference = np.abs(ours[:, :vocab] - theirs[:, :vocab]).max()
+            LOG.info("%s, %s of %d tokens: largest difference %.2e", kind, way, len(ours), difference)
+            assert difference <= 1e-4
 
 
 @pytest.mark.model
-def test_smollm2_over_512_tokens(
-    smollm2: LLM, reference: Any, questions: list[str], record_property: Callable[[str, object], None]
-) -> None:
-    prompt = smollm2.tokenizer.encode("\n\n".join(questions * 4))[:512]
+def test_smollm2_over_512_tokens(smollm2: LLM, reference: Any, questions: list[str]) -> None:
+    prompt = smollm2.tokenizer.encode("\n\n".join(questions * 16))[:512]
     assert len(prompt) == 512
     params, spec = smollm2.engine.params, smollm2.engine.spec
     (ours,) = paged_logits(params, spec, [prompt], chunk=64, num_rows=4, page=64)
     difference = np.abs(ours - their_logits(reference, prompt)).max()
-    record_property("largest_difference", float(difference))
+    LOG.info("largest difference of a logit: %.2e", difference)
     assert difference <= 1e-3

@@ -1,6 +1,6 @@
 """Greedy answers of SmolLM2 against transformers' own generate, token by token."""
 
-from collections.abc import Callable
+import logging
 from typing import Any
 
 import pytest
@@ -48,8 +48,8 @@ def near_tie_gap(reference: Any, prefix: list[int], tokens: set[int]) -> float:
     return float(best.values[0] - best.values[1]) if set(best.indices.tolist()) == tokens else float("inf")
 
 
-def check(smollm2: LLM, reference: Any, questions: list[str]) -> list[tuple[int, int, float]]:
-    """Compare the answers to all questions; returns question, place and gap of every difference, near-ties all."""
+def check(smollm2: LLM, reference: Any, questions: list[str]) -> None:
+    """The answers to all questions are transformers', or leave them at a near-tie."""
     conversations = [[{"role": "user", "content": question}] for question in questions]
     answers = smollm2.chat(conversations, SamplingParams(max_tokens=TOKENS), progress=False)
     differences = []
@@ -58,24 +58,20 @@ def check(smollm2: LLM, reference: Any, questions: list[str]) -> list[tuple[int,
         expected = answer(reference, prompt, smollm2.tokenizer.eos_ids)
         place = first_difference(got, expected)
         if place is not None:
-            assert place < min(len(got), len(expected)), (
-                f"question {number}: one answer ends early, after {place} tokens"
-            )
+            assert place < min(len(got), len(expected)), f"question {number}: one answer ends after {place} tokens"
             gap = near_tie_gap(reference, prompt + got[:place], {got[place], expected[place]})
             differences.append((number, place, gap))
+    logging.getLogger(__name__).info("%d answers, differences (question, token, gap): %s", len(answers), differences)
     assert all(gap <= NEAR_TIE for _, _, gap in differences), f"(question, token, gap): {differences}"
-    return differences
 
 
 def test_greedy_answers_equal_those_of_transformers(smollm2: LLM, reference: Any, questions: list[str]) -> None:
-    check(smollm2, reference, questions[::7][:3])
+    check(smollm2, reference, questions[:: len(questions) // 3][:3])
 
 
 @pytest.mark.slow
-def test_greedy_answers_to_all_questions(
-    smollm2: LLM, reference: Any, questions: list[str], record_property: Callable[[str, object], None]
-) -> None:
-    record_property("differences", check(smollm2, reference, questions))
+def test_greedy_answers_to_all_questions(smollm2: LLM, reference: Any, questions: list[str]) -> None:
+    check(smollm2, reference, questions)
 
 
 def test_a_wrong_answer_is_no_near_tie(smollm2: LLM, reference: Any) -> None:
