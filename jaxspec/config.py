@@ -1,5 +1,6 @@
 """Frozen configuration: what a request may choose, and what an engine is built with. No jax here."""
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             ),
             (len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} logit_bias entries"),
             (all(i >= 0 for i in self.logit_bias), "logit_bias token ids must be 0 or more"),
-            (all(v == v and abs(v) < float("inf") for v in self.logit_bias.values()), "logit_bias must be finite"),
+            (all(math.isfinite(v) for v in self.logit_bias.values()), "logit_bias must be finite"),
             (
                 self.seed is None or -(2**63) <= self.seed < 2**64,
                 f"seed must fit in 64 bits, not {self.seed}",
@@ -151,7 +152,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def find_config(kind: str, name: str) -> Path:
-    """The file configs/KIND/NAME.toml of the installed package or the checkout. ConfigError lists the names there are."""
+    """The file configs/KIND/NAME.toml of the package or the checkout. ConfigError lists the names there are."""
     here = Path(__file__).resolve().parent
     folder = next((f for f in (here / "configs", here.parent / "configs") if f.is_dir()), here / "configs") / kind
     path = folder / f"{name}.toml"

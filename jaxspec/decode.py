@@ -59,6 +59,7 @@ class Program:
         return self.drafter.tree.max_depth + 1
 
 
+@partial(jax.jit, static_argnames=("program", "batch", "table_width"))
 def init_state(program: Program, batch: int, table_width: int) -> DecodeState:
     """An empty state: no row is active."""
     vocab = program.model.vocab_size
@@ -89,9 +90,7 @@ def prefill(
 ) -> DecodeState:
     """Write the keys and values of prompt chunks; the last token of a prompt is left to its first round as the root."""
     positions = rows.start[:, None] + jnp.arange(tokens.shape[1])
-    _, pool = forward(
-        params, program.model, program.pool, rows, tokens, positions, None, state.pool, state.sequences
-    )
+    _, pool = forward(params, program.model, program.pool, rows, tokens, positions, None, state.pool, state.sequences)
     return state._replace(pool=pool)
 
 
@@ -146,7 +145,10 @@ def _select(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
     sequences = state.sequences
     return state._replace(
         sequences=Sequences(
-            sequences.page_table[:, rows], sequences.length[:, rows], sequences.dropped[:, rows], sequences.position[rows]
+            sequences.page_table[:, rows],
+            sequences.length[:, rows],
+            sequences.dropped[:, rows],
+            sequences.position[rows],
         ),
         progress=take(state.progress),
         sampling=take(state.sampling),
@@ -180,13 +182,19 @@ def one_round(params: Params, program: Program, state: DecodeState, output: Outp
     tree, progress, sequences = program.drafter.tree, state.progress, state.sequences
     sampling = _of_active(state.sampling, progress.active)
     proposal, drafter_state = program.drafter.propose(params, state.drafter, sequences, progress)
-    rows = Rows(
-        jnp.arange(progress.token.shape[0]), sequences.length[0], jnp.where(progress.active, tree.width, 0)
-    )
+    rows = Rows(jnp.arange(progress.token.shape[0]), sequences.length[0], jnp.where(progress.active, tree.width, 0))
     tokens = jnp.concatenate([progress.token[:, None], proposal.tokens], axis=1)
     positions = sequences.position[:, None] + jnp.asarray(tree.depths)
     hidden, pool = forward(
-        params, program.model, program.pool, rows, tokens, positions, _words(tree, tokens.shape[0]), state.pool, sequences
+        params,
+        program.model,
+        program.pool,
+        rows,
+        tokens,
+        positions,
+        _words(tree, tokens.shape[0]),
+        state.pool,
+        sequences,
     )
     logits = logits_of(params, program.model, hidden)
     verdict = verify_coupled(tree, logits, proposal, sampling, state.history, progress.ordinal)

@@ -162,7 +162,7 @@ class Engine:
             for i, (row, start, ids) in enumerate(part):
                 rows[:, i] = row, start, len(ids)
                 tokens[i, : len(ids)] = ids
-            self.state = decode.prefill(self.params, self.state, Rows(*rows), tokens, program=self.program)
+            self.state = decode.prefill(self.params, self.state, Rows(*jnp.asarray(rows)), tokens, program=self.program)
         if new:
             jax.block_until_ready(self.state)
         for row in new:
@@ -174,12 +174,14 @@ class Engine:
         finish = np.asarray(self.state.progress.finish)
         counts, tokens, stats = (np.asarray(a) for a in (output.count, output.tokens, output.stats))
         asked = any(r.sample.params.logprobs is not None for r in rows.values())
-        logprobs = tuple(np.asarray(a) for a in (output.logprob, output.top_ids, output.top_logprobs)) if asked else None
+        logprobs = (
+            tuple(np.asarray(a) for a in (output.logprob, output.top_ids, output.top_logprobs)) if asked else None
+        )
         news = []
         for row in sorted(rows):
             transcript, top = rows[row].transcript, rows[row].sample.params.logprobs
             emitted = [
-                Emitted(int(tokens[row, i]), *stats[row, i].tolist(), _logprobs(tokens, logprobs, row, i, top))
+                Emitted(int(tokens[row, i]), tuple(stats[row, i].tolist()), _logprobs(tokens, logprobs, row, i, top))
                 for i in range(counts[row])
             ]
             delta = transcript.push(emitted)
@@ -214,7 +216,9 @@ def _logprobs(tokens, logprobs, row: int, i: int, top: int | None) -> TokenLogpr
 
 def _context(config: EngineConfig, trained: int) -> int:
     if config.max_context is not None and config.max_context > trained:
-        raise ConfigError(f"max_context {config.max_context} is more than the {trained} tokens the model was trained for")
+        raise ConfigError(
+            f"max_context {config.max_context} is more than the {trained} tokens the model was trained for"
+        )
     return config.max_context or trained
 
 
@@ -226,7 +230,7 @@ def _pool(config: EngineConfig, spec, slots: int) -> tuple[PoolSpec, int]:
     pages = min(int(config.kv_memory * 2**30) // pool.page_bytes, config.max_batch * width)
     if pages < 1:
         raise CapacityError(
-            f"kv_memory {config.kv_memory:g} GiB is less than one page of {page} tokens ({pool.page_bytes / 2**20:.1f} MiB): "
-            "raise kv_memory or lower page_size"
+            f"kv_memory {config.kv_memory:g} GiB is less than one page: {page} tokens take "
+            f"{pool.page_bytes / 2**20:.1f} MiB; raise kv_memory or lower page_size"
         )
     return PoolSpec(pool.format, spec.num_layers, pages, page, spec.num_kv_heads, spec.head_dim), width

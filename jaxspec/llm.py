@@ -44,8 +44,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts of text or token ids; one result a prompt, in order.
 
-        `sampling_params` is one for all or one a prompt; the default is greedy, 256 tokens. `progress` shows a bar where
-        stderr is a terminal. Raises RequestError before any work when a prompt cannot be served.
+        `sampling_params` is one for all or one a prompt; the default is greedy, 256 tokens. `progress` shows a bar
+        where stderr is a terminal. Raises RequestError before any work when a prompt cannot be served.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         return self._run(listed, sampling_params, progress, self.engine.add)
@@ -112,6 +112,6 @@ def _weights(name: str) -> str:
 
 def _keep_compiled_programs() -> None:
     """Persist compiled programs in the cache folder, unless the user has chosen a place already."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

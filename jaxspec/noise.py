@@ -1,4 +1,4 @@
-"""Randomness as a pure function of (seed, sample, ordinal, purpose): never of the batch, the schedule or a cache position."""
+"""Randomness as a pure function of (seed, sample, ordinal, purpose): never of batch, schedule or cache position."""
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ def noise_keys(
 def gumbel(keys: UInt32[Array, "*batch 2"], ids: Int[Array, "V"]) -> Float[Array, "*batch V"]:
     """Standard Gumbel noise of each token id under each key: a counter hash, so any shard computes its own ids.
 
-    Minus the logarithm of an exponential variate, which is drawn as -log(1 - u) so that the small ones, which decide, keep
-    32 bits of resolution.
+    Minus the logarithm of an exponential variate, which is drawn as -log(1 - u) so that the small ones, which
+    decide, keep 32 bits of resolution.
     """
     counter = ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
     bits = _mix(_mix(counter + keys[..., :1]) ^ keys[..., 1:])

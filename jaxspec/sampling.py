@@ -5,6 +5,8 @@ bisection over the ordered bits of a float: no sort of the vocabulary, no approx
 threshold are all kept.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,23 +25,24 @@ def sampling_row(
     `seed` and `max_tokens` are those the engine settled on; `eos_ids` end the text unless the request ignores them.
     """
     stop_ids = (() if params.ignore_eos else eos_ids) + tuple(params.stop_token_ids)
-    return Sampling(
-        temperature=_float32(params.temperature),
-        top_k=_int32(max(params.top_k, 0)),
-        top_p=np.float32(params.top_p),
-        min_p=np.float32(params.min_p),
-        repetition=_float32(params.repetition_penalty),
-        frequency=np.float32(params.frequency_penalty),
-        presence=np.float32(params.presence_penalty),
-        bias_ids=_padded(list(params.logit_bias), MAX_LOGIT_BIAS, -1, np.int32),
-        bias_values=_padded([_float32(b) for b in params.logit_bias.values()], MAX_LOGIT_BIAS, 0, np.float32),
-        stop_ids=_padded(stop_ids, MAX_STOP_IDS, -1, np.int32),
-        min_tokens=_int32(params.min_tokens),
-        max_tokens=_int32(max_tokens),
-        seed=np.array([seed >> shift & 0xFFFFFFFF for shift in (0, 32)], np.uint32),
-        sample=np.int32(sample),
-        logprobs=np.int32(-1 if params.logprobs is None else params.logprobs),
-    )
+    row: dict[str, Any] = {
+        "temperature": _float32(params.temperature),
+        "top_k": _int32(max(params.top_k, 0)),
+        "top_p": np.float32(params.top_p),
+        "min_p": np.float32(params.min_p),
+        "repetition": _float32(params.repetition_penalty),
+        "frequency": np.float32(params.frequency_penalty),
+        "presence": np.float32(params.presence_penalty),
+        "bias_ids": _padded(list(params.logit_bias), MAX_LOGIT_BIAS, -1, np.int32),
+        "bias_values": _padded([_float32(b) for b in params.logit_bias.values()], MAX_LOGIT_BIAS, 0, np.float32),
+        "stop_ids": _padded(stop_ids, MAX_STOP_IDS, -1, np.int32),
+        "min_tokens": _int32(params.min_tokens),
+        "max_tokens": _int32(max_tokens),
+        "seed": np.array([seed >> shift & 0xFFFFFFFF for shift in (0, 32)], np.uint32),
+        "sample": np.int32(sample),
+        "logprobs": np.int32(-1 if params.logprobs is None else params.logprobs),
+    }
+    return Sampling(**row)
 
 
 def draw(
@@ -215,4 +218,3 @@ def _bisect(x: Float[Array, "B W V"], enough) -> Float[Array, "B W"]:
     low, _ = jax.lax.fori_loop(0, 32, halve, (lowest, jnp.max(order, axis=-1)))
     bits = jnp.where(low < 0, low ^ jnp.int32(0x7FFFFFFF), low)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
-

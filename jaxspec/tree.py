@@ -13,7 +13,7 @@ MAX_NODES = 63
 
 @dataclass(frozen=True)
 class Tree:
-    """The static shape of a draft: node i (1-based; 0 is the root, the last committed token) hangs under `parents[i-1]`."""
+    """The static shape of a draft: node i hangs under `parents[i-1]`; 0 is the root, the last committed token."""
 
     parents: tuple[int, ...] = ()
 

@@ -1,6 +1,7 @@
 """The pytrees that travel through jit, and the contract of a drafter.
 
-Dimensions: B batch rows, T query tokens of a row, N draft nodes, `path` the depth of the draft tree plus 1, P pages, V vocabulary.
+Dimensions: B batch rows, T query tokens of a row, N draft nodes, `path` the depth of the draft tree plus 1, P pages,
+V vocabulary.
 """
 
 from collections.abc import Callable

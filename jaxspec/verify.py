@@ -19,12 +19,20 @@ def verify_coupled(
 ) -> Verdict:
     """Draw the target's own token at each node with its ordinal's noise, and follow the child that equals it.
 
-    The emitted tokens are those of plain sampling with the same seed, whatever was drafted; greedy is the noiseless case.
+    The emitted tokens are those of plain sampling with the same seed, whatever was drafted; greedy is the noiseless
+    case.
     """
     depths = jnp.asarray(tree.depths)
-    keys = noise.noise_keys(sampling.seed, sampling.sample, ordinal[:, None] + jnp.arange(tree.max_depth + 1), noise.TARGET)
+    keys = noise.noise_keys(
+        sampling.seed, sampling.sample, ordinal[:, None] + jnp.arange(tree.max_depth + 1), noise.TARGET
+    )
     drawn, usable = draw(
-        logits, sampling, history, _path_counts(tree, proposal, logits.shape[-1]), ordinal[:, None] + depths, keys[:, depths]
+        logits,
+        sampling,
+        history,
+        _path_counts(tree, proposal, logits.shape[-1]),
+        ordinal[:, None] + depths,
+        keys[:, depths],
     )
     path, count = _walk(tree, proposal, drawn)
     tokens = jnp.take_along_axis(drawn, path, axis=1)

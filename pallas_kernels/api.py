@@ -26,7 +26,7 @@ def paged_attention(
 
     The rows' own keys and values must have been written before. Queries are grouped by key/value head: K heads with G
     queries each. `page_table` holds physical pages of this layer; entries past a sequence's last page are never used.
-    `ancestors` as in `visible_slots`. Products accumulate in float32. Follows PagedAttention (Kwon et al., 2023), with the
-    tree mask of SpecInfer (Miao et al., 2023).
+    `ancestors` as in `visible_slots`. Products accumulate in float32. Follows PagedAttention (Kwon et al., 2023),
+    with the tree mask of SpecInfer (Miao et al., 2023).
     """
     return xla_paged_attention(q, arrays, read, rows, page_table, ancestors, page=page, scale=scale)

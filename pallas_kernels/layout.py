@@ -1,7 +1,8 @@
 """Where a row's tokens live in the pages, and which slots they may see.
 
-A *row* is T consecutive query tokens of one sequence: a decode token, a draft tree or a prompt chunk. A *slot* is a place
-in a sequence's cache; slot s lies in page `page_table[sequence, s // page]` at offset `s % page`. Slots are not positions.
+A *row* is T consecutive query tokens of one sequence: a decode token, a draft tree or a prompt chunk. A *slot* is a
+place in a sequence's cache; slot s lies in page `page_table[sequence, s // page]` at offset `s % page`. Slots are not
+positions.
 """
 
 from typing import NamedTuple
@@ -49,5 +50,7 @@ def visible_slots(
         return relative <= jnp.arange(width)[None, :, None]
     inside = (relative >= 0) & (relative < width)
     bit = jnp.where(inside, relative, 0)
-    words = jnp.take_along_axis(ancestors, jnp.broadcast_to(bit // WORD, (*ancestors.shape[:2], slots.shape[0])), axis=2)
+    words = jnp.take_along_axis(
+        ancestors, jnp.broadcast_to(bit // WORD, (*ancestors.shape[:2], slots.shape[0])), axis=2
+    )
     return (relative < 0) | (inside & (((words >> (bit % WORD)) & 1) == 1))

@@ -36,7 +36,7 @@ MIX = {
 
 
 def scripted(tree: Tree, script: np.ndarray, wrong: float, seed: int = 0) -> Drafter:
-    """Drafts what the script says comes next, and rubbish with the given probability; some nodes have nothing to say."""
+    """Drafts what the script says comes next, and rubbish with the given probability; some nodes say nothing."""
     rng = np.random.default_rng(seed)
     table = jnp.asarray(np.pad(script, ((0, 0), (0, 64))))
     fail = jnp.asarray(rng.random((97, tree.size)) < wrong)

@@ -121,7 +121,7 @@ def test_a_greedy_row_is_exact_to_the_last_bit_beside_hot_ones() -> None:
 def test_the_smallest_temperature_is_greedy() -> None:
     """1e-6 neither overflows nor draws anything but the best token, with and without filters."""
     options: list[dict] = [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}]
-    for scale in (1.0, 1e30):
+    for scale in (1.0, 1e33):
         logits = (LOGITS[:4] * scale).astype(np.float32)
         requests = [Request(SamplingParams(temperature=1e-6, **o)) for o in options]
         np.testing.assert_array_equal(tokens_of(logits, requests), np.argmax(logits, -1)[:, None].repeat(WIDTH, 1))

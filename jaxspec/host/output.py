@@ -20,9 +20,8 @@ class Emitted(NamedTuple):
     """One token as the device emitted it."""
 
     token_id: int
-    steps: int
-    drafted: int
-    accepted: int
+    counters: tuple[int, ...]
+    """The sample's steps, drafted and accepted tokens so far."""
     logprobs: TokenLogprobs | None
 
 
@@ -43,7 +42,7 @@ class Transcript:
         self.started = time.perf_counter()
 
     def push(self, tokens: list[Emitted]) -> TextDelta:
-        """Take tokens in, up to the one that completes a stop string: `stop_reason` is then set and the rest is dropped."""
+        """Take tokens in, up to one that completes a stop string: `stop_reason` is then set and the rest dropped."""
         before = len(self.tokens)
         self.last = time.perf_counter()
         if tokens and not self.tokens:
@@ -77,7 +76,8 @@ class Transcript:
         return TextDelta(self.sample.request_id, self.sample.index, self.sample.prompt_ids, text, tokens, finished)
 
     def _result(self, reason: str, stop_reason: int | str | None) -> CompletionOutput:
-        sample, end = self.sample, self.tokens[-1] if self.tokens else None
+        sample = self.sample
+        steps, drafted, accepted = self.tokens[-1].counters if self.tokens else (0, 0, 0)
         wanted = sample.params.logprobs is not None
         return CompletionOutput(
             index=sample.index,
@@ -90,9 +90,9 @@ class Transcript:
             stats=Statistics(
                 tokens=len(self.tokens),
                 seconds=self.last - self.started,
-                steps=end.steps if end else 0,
-                drafted=end.drafted if end else 0,
-                accepted=end.accepted if end else 0,
+                steps=steps,
+                drafted=drafted,
+                accepted=accepted,
                 prompt_tokens=len(sample.prompt_ids),
                 time_to_first_token=self.first - sample.arrival,
             ),

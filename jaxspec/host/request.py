@@ -43,7 +43,7 @@ class Statistics:
         """Accepted of all drafted tokens; 0 where nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, int | float]:
         """The figures `generate --json` and `batch` print."""
         names = ("tokens", "seconds", "tokens_per_second", "steps", "tau", "acceptance_rate")
         return {name: getattr(self, name) for name in names}

@@ -51,15 +51,11 @@ def attend(
 ) -> Float[Array, "R T K G D"]:
     """Attention of one layer's queries over what is stored, the rows' own tokens included."""
     table, scale = table + layer * spec.num_pages, spec.head_dim**-0.5
-    return paged_attention(
-        q, pool, spec.format.read, rows, table, ancestors, page=spec.page_size, scale=scale
-    )
+    return paged_attention(q, pool, spec.format.read, rows, table, ancestors, page=spec.page_size, scale=scale)
 
 
-def compact(
-    spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "B D"], count: Int[Array, "B"]
-) -> Pool:
-    """Move an accepted tree path together: the token at row index `path[b, i]` goes to index i, for i below `count[b]`."""
+def compact(spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "B D"], count: Int[Array, "B"]) -> Pool:
+    """Move an accepted tree path together: row index `path[b, i]` goes to index i, for i below `count[b]`."""
     depth = path.shape[1]
     batch = jnp.arange(path.shape[0])
     table, length = sequences.page_table[0], sequences.length[0]

@@ -101,8 +101,8 @@ def forward(
 ) -> tuple[Float[Array, "R T E"], Pool]:
     """Run rows of tokens through the layers: writes their keys and values, returns the normalised hidden states.
 
-    `ancestors` None is causal within a row. Layers are unrolled where `params["layers"]` is a tuple and scanned where it is
-    one stacked tree; the block is the same.
+    `ancestors` None is causal within a row. Layers are unrolled where `params["layers"]` is a tuple and scanned
+    where it is one stacked tree; the block is the same.
     """
     table = sequences.page_table[0]
     rotation = rotation_at(spec, positions)
@@ -118,7 +118,7 @@ def forward(
             return layer_fn(layer[0], *carry, layer[1], rotation, rows, table, ancestors), None
 
         (x, pool), _ = jax.lax.scan(body, (x, pool), (layers, jnp.arange(spec.num_layers)))
-    return RMSNorm(spec.norm_eps).apply({"params": params["norm"]}, x), pool
+    return jnp.asarray(RMSNorm(spec.norm_eps).apply({"params": params["norm"]}, x)), pool
 
 
 def logits_of(params: Params, spec: ModelSpec, hidden: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:

@@ -1,7 +1,7 @@
 """Paged attention as a loop over pages with an online softmax.
 
-Cost follows the longest sequence in the call, not the width of the page table. A page that a row does not need is masked
-whole, which leaves that row's running maximum, sum and result unchanged to the bit.
+Cost follows the longest sequence in the call, not the width of the page table. A page that a row does not need is
+masked whole, which leaves that row's running maximum, sum and result unchanged to the bit.
 """
 
 import jax

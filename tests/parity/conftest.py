@@ -31,6 +31,8 @@ def smollm2() -> LLM:
 @pytest.fixture(scope="session")
 def reference() -> Any:
     """SmolLM2 in float32 as transformers reads it from the same file."""
+    # Two threads of torch wait for each other at every operation: on a busy machine that takes ten times as long.
+    pytest.importorskip("torch").set_num_threads(1)
     return load_transformers(_find(MODEL))
 
 
