@@ -142,6 +142,30 @@ def test_values_hardly_repeat() -> None:
     assert np.unique(values[:, 5]).size == values.shape[0]
 
 
+def test_no_draw_is_another_one_shifted() -> None:
+    """Among 4,096 draws a generator of 32 bits of state would repeat whole stretches of a few others."""
+    ids = 4096
+    values = variates(keys(ordinals=range(ids)), ids)
+    sorted_starts = np.sort(values[:, 0])
+    place = np.minimum(np.searchsorted(sorted_starts, values), ids - 1)
+    row, column = np.nonzero((sorted_starts[place] == values)[:, 1:-1])
+    start = dict(zip(values[:, 0].tolist(), values[:, 1].tolist(), strict=True))
+    assert row.size  # single values do repeat
+    for r, c in zip(row, column + 1, strict=True):
+        assert start[float(values[r, c])] != values[r, c + 1]
+
+
+def test_the_hash_spreads_every_bit_of_its_key() -> None:
+    """Keys as alike as can be, which threefry would hardly give: the hash stands on its own."""
+    base = jnp.array([[5, 7]], jnp.uint32)
+    first = np.repeat(variates(base), 64, axis=0)
+    flips = jnp.array([[1 << bit, 0] for bit in range(32)] + [[0, 1 << bit] for bit in range(32)], jnp.uint32)
+    second = variates(base ^ flips)
+    assert worst_lag(first, second) < 7
+    for one, other in zip(first, second, strict=True):
+        assert pair_p(one, other) > 1e-6
+
+
 def test_any_slice_of_the_vocabulary_is_computed_alone() -> None:
     """To the bit: what a shard computes, and what a longer vocabulary begins with."""
     some = keys(ordinals=range(3))

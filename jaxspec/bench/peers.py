@@ -23,7 +23,7 @@ from rich.table import Table
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.llm import LLM
-from jaxspec.models.loading import _find, load_model
+from jaxspec.models.loading import find_model, load_model
 
 OURS, PEER, PEER_BF16 = "jaxspec", "transformers f32", "transformers bf16"
 SPAN = "whole generate call, prefill included"
@@ -167,7 +167,7 @@ def run(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
 ) -> None:
     """Print our float32 speed beside that of transformers on the CPU."""
-    sizes, path = _batches(batches), _find(model)
+    sizes, path = _batches(batches), find_model(model)
     peers = {PEER: load_transformers(path)}
     if bfloat16:
         peers[PEER_BF16] = load_transformers(path, "bfloat16")

@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.bench.peers import load_transformers
 from jaxspec.llm import LLM
-from jaxspec.models.loading import _find
+from jaxspec.models.loading import find_model
 
 MODEL = "smollm2-135m"
 SPEC_BENCH = Path(__file__).resolve().parents[3] / "shared" / "data" / "spec_bench_dev.jsonl"
@@ -33,7 +33,7 @@ def reference() -> Any:
     """SmolLM2 in float32 as transformers reads it from the same file."""
     # Two threads of torch wait for each other at every operation: on a busy machine that takes ten times as long.
     pytest.importorskip("torch").set_num_threads(1)
-    return load_transformers(_find(MODEL))
+    return load_transformers(find_model(MODEL))
 
 
 @pytest.fixture(scope="session")

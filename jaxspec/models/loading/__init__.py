@@ -50,14 +50,14 @@ def load_model(model: str, weights: str = "float32", progress: bool = True) -> L
     """
     if weights not in DTYPES:
         raise ConfigError(f"weights must be {' or '.join(DTYPES)}, not {weights!r}")
-    path = _find(model)
+    path = find_model(model)
     load = _load_folder if path.is_dir() else _load_gguf
     with _in(path):
         spec, params, tokenizer = load(path, DTYPES[weights], progress)
     return LoadedModel(spec, params, tokenizer, model)
 
 
-def _find(model: str) -> Path:
+def find_model(model: str) -> Path:
     """The folder or .gguf file that `model` means."""
     if re.fullmatch(r"[\w.-]{1,100}", model):
         try:

@@ -148,6 +148,17 @@ def test_extreme_scores_neither_overflow_nor_vanish() -> None:
         case.q = q
 
 
+def test_scores_far_below_zero_are_not_taken_for_masked_ones() -> None:
+    """All keys alike: the result is the mean of the visible values, however low the score."""
+    case = Case(rows_over([3, 30, PAGE - 1], 4), 4)
+    for kv in case.kv:
+        kv[0] = 1
+    keys = case.pool[:, :, 0]
+    keys[np.isfinite(keys)] = 1
+    case.q[:] = -1e6
+    case.check(case.run())
+
+
 # Law 3a and law 5
 
 
