@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from jaxspec.commands import bench
 from jaxspec.commands.batch import batch
 from jaxspec.commands.generate import generate
 from jaxspec.errors import JaxspecError
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(batch)
+app.add_typer(bench.app, name="bench")
 
 
 def _show_version(wanted: bool) -> bool:

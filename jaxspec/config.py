@@ -9,6 +9,8 @@ import msgspec
 
 from jaxspec.errors import ConfigError, RequestError
 
+MAX_NODES = 63
+"""Nodes of a draft tree: two ancestor words, less the root."""
 MIN_TEMPERATURE = 1e-6
 MAX_STOP_IDS = 32
 MAX_LOGIT_BIAS = 1024
@@ -114,7 +116,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model: str = "smollm2-135m"
     """A name in configs/models, a Hugging Face folder, a .gguf file, or a hub id."""
     drafter: str = "none"
-    """A file in jaxspec/drafters."""
+    """A file in jaxspec/drafters: none decodes plainly."""
+    draft_tokens: int = 7
+    """Tokens drafted a round at most."""
+    draft_adaptive: bool = True
+    """Draft fewer, or none, where a request's own drafts keep being rejected."""
+    ngram_max: int = 4
+    """ngram: tokens that a match has at most."""
+    ngram_min: int = 2
+    """ngram: tokens that a match needs."""
     weights: str = "auto"
     """auto | float32 | bfloat16; auto is float32 on the CPU and bfloat16 elsewhere."""
     kv_dtype: str = "auto"
@@ -133,6 +143,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         for ok, what in (
             (self.max_batch >= 1, f"max_batch must be 1 or more, not {self.max_batch}"),
+            (1 <= self.draft_tokens <= MAX_NODES, f"draft_tokens must be 1 to {MAX_NODES}, not {self.draft_tokens}"),
+            (
+                1 <= self.ngram_min <= self.ngram_max,
+                f"ngram_min must be 1 to ngram_max, not {self.ngram_min} of {self.ngram_max}",
+            ),
             (self.kv_memory > 0, f"kv_memory must be above 0 GiB, not {self.kv_memory}"),
             (
                 self.max_context is None or self.max_context >= 2,
@@ -151,13 +166,16 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sampling: SamplingParams = SamplingParams()
 
 
-def find_config(kind: str, name: str) -> Path:
-    """The file configs/KIND/NAME.toml of the package or the checkout. ConfigError lists the names there are."""
+def find_config(kind: str, name: str, suffix: str = ".toml") -> Path:
+    """The file configs/KIND/NAME.toml, or of another suffix, of the package or the checkout.
+
+    ConfigError lists the names there are.
+    """
     here = Path(__file__).resolve().parent
     folder = next((f for f in (here / "configs", here.parent / "configs") if f.is_dir()), here / "configs") / kind
-    path = folder / f"{name}.toml"
+    path = folder / f"{name}{suffix}"
     if not path.is_file():
-        names = ", ".join(sorted(p.stem for p in folder.glob("*.toml"))) or "none"
+        names = ", ".join(sorted(p.stem for p in folder.glob(f"*{suffix}"))) or "none"
         raise ConfigError(f"no {kind} config named {name!r} (there are: {names})")
     return path
 

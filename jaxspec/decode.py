@@ -1,17 +1,16 @@
 """The decode loop: propose, forward, verify, commit, in rounds on the device. Knows protocols, no concrete plug-in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.config import MAX_LOGPROBS, SamplingParams
-from jaxspec.kv.pool import PoolSpec, compact
+from jaxspec.kv.pool import Pool, PoolSpec, compact
 from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import forward, logits_of
 from jaxspec.sampling import log_probabilities, sampling_row
@@ -19,6 +18,8 @@ from jaxspec.types import (
     DecodeState,
     Drafter,
     History,
+    Logprobs,
+    Models,
     Output,
     Params,
     Progress,
@@ -26,6 +27,7 @@ from jaxspec.types import (
     Sampling,
     Sequences,
     Verdict,
+    View,
 )
 from jaxspec.verify import verify_coupled
 from pallas_kernels import Rows
@@ -39,6 +41,9 @@ class Finish(IntEnum):
     LENGTH = 2
     NOT_FINITE = 3
 
+
+Decision = tuple[Verdict, Logprobs, Pool]
+"""What a row's tokens came to, and the pool with their keys and values."""
 
 _NEUTRAL = sampling_row(SamplingParams())
 
@@ -66,6 +71,7 @@ def init_state(program: Program, batch: int, table_width: int) -> DecodeState:
     zeros = partial(jnp.zeros, (batch,), jnp.int32)
     return DecodeState(
         pool=program.pool.allocate(),
+        draft_pool={},
         sequences=Sequences(
             jnp.zeros((1, batch, table_width), jnp.int32),
             jnp.zeros((1, batch), jnp.int32),
@@ -75,13 +81,13 @@ def init_state(program: Program, batch: int, table_width: int) -> DecodeState:
         progress=Progress(zeros(), zeros(), jnp.zeros(batch, bool), zeros(), zeros(), zeros(), zeros()),
         sampling=jax.tree.map(lambda a: jnp.broadcast_to(a, (batch, *a.shape)).copy(), _NEUTRAL),
         history=History(jnp.zeros((batch, vocab), jnp.int32), jnp.zeros((batch, vocab), bool)),
-        drafter=program.drafter.init(program.model, batch),
+        drafter=program.drafter.init(batch, table_width * program.pool.page_size),
     )
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
 def prefill(
-    params: Params,
+    params: Models,
     state: DecodeState,
     rows: Rows,
     tokens: Int[Array, "R T"],
@@ -90,7 +96,9 @@ def prefill(
 ) -> DecodeState:
     """Write the keys and values of prompt chunks; the last token of a prompt is left to its first round as the root."""
     positions = rows.start[:, None] + jnp.arange(tokens.shape[1])
-    _, pool = forward(params, program.model, program.pool, rows, tokens, positions, None, state.pool, state.sequences)
+    _, pool = forward(
+        params.target, program.model, program.pool, rows, tokens, positions, None, state.pool, state.sequences
+    )
     return state._replace(pool=pool)
 
 
@@ -124,7 +132,7 @@ def admit(
         progress=Progress(*(old.at[row].set(new.astype(old.dtype)) for old, new in zip(progress, start, strict=True))),
         sampling=jax.tree.map(lambda old, new: old.at[row].set(new), state.sampling, sampling),
         history=History(state.history.counts.at[row].set(0), state.history.in_prompt.at[row].set(in_prompt)),
-        drafter=program.drafter.admit(state.drafter, row, prompt),
+        drafter=program.drafter.admit(state.drafter, row, prompt, prompt_length),
     )
 
 
@@ -136,7 +144,7 @@ def set_active(state: DecodeState, active: Bool[Array, "B"]) -> DecodeState:
 
 def select_rows(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
     """The same state for another batch bucket: row i is the old row `rows[i]`. The pool is not touched."""
-    return _select(state._replace(pool={}), rows)._replace(pool=state.pool)
+    return _select(state._replace(pool={}, draft_pool={}), rows)._replace(pool=state.pool, draft_pool=state.draft_pool)
 
 
 @jax.jit
@@ -159,7 +167,7 @@ def _select(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
 def run(
-    params: Params, state: DecodeState, rounds: Int[Array, ""], least_active: Int[Array, ""], *, program: Program
+    params: Models, state: DecodeState, rounds: Int[Array, ""], least_active: Int[Array, ""], *, program: Program
 ) -> tuple[DecodeState, Output]:
     """Up to `rounds` rounds, for as long as at least `least_active` rows are active. Reads nothing back in between."""
 
@@ -177,42 +185,79 @@ def run(
     return state, output
 
 
-def one_round(params: Params, program: Program, state: DecodeState, output: Output) -> tuple[DecodeState, Output]:
+def one_round(params: Models, program: Program, state: DecodeState, output: Output) -> tuple[DecodeState, Output]:
     """Propose, forward on the tree, verify, commit: every method of speculation is this with another drafter."""
-    tree, progress, sequences = program.drafter.tree, state.progress, state.sequences
-    sampling = _of_active(state.sampling, progress.active)
-    proposal, drafter_state = program.drafter.propose(params, state.drafter, sequences, progress)
-    rows = Rows(jnp.arange(progress.token.shape[0]), sequences.length[0], jnp.where(progress.active, tree.width, 0))
-    tokens = jnp.concatenate([progress.token[:, None], proposal.tokens], axis=1)
-    positions = sequences.position[:, None] + jnp.asarray(tree.depths)
-    hidden, pool = forward(
-        params,
-        program.model,
-        program.pool,
-        rows,
-        tokens,
-        positions,
-        _words(tree, tokens.shape[0]),
-        state.pool,
-        sequences,
-    )
-    logits = logits_of(params, program.model, hidden)
-    verdict = verify_coupled(tree, logits, proposal, sampling, state.history, progress.ordinal)
-    if not tree.is_chain:
-        accepted = jnp.where(progress.active, verdict.count, 0)
-        pool = compact(program.pool, pool, sequences, verdict.path, accepted)
-    emitted, finish = _ends(verdict, progress, sampling)
+    drafter, progress, sequences = program.drafter, state.progress, state.sequences
+    view = View(sequences, progress, _of_active(state.sampling, progress.active), state.history)
+    proposal, drafter_state, draft_pool = drafter.propose(params.draft, state.drafter, state.draft_pool, view)
+    proposal = proposal._replace(valid=proposal.valid & progress.active[:, None])
+    choices = [partial(_decide, params.target, program, width, view, proposal) for width in drafter.widths]
+    verdict, logprobs, pool = _run_one(choices, _narrowest(drafter, proposal), state.pool)
+    emitted, finish = _ends(verdict, progress, view.sampling)
     progress = _advance(progress, verdict, proposal, emitted, finish)
-    output = _emit(output, logits, verdict, emitted, sampling, progress)
     state = DecodeState(
         pool=pool,
+        draft_pool=draft_pool,
         sequences=sequences._replace(length=sequences.length + emitted, position=sequences.position + emitted),
         progress=progress,
         sampling=state.sampling,
         history=_remember(state.history, verdict, emitted),
-        drafter=program.drafter.observe(drafter_state, verdict),
+        drafter=drafter.observe(drafter_state, proposal, verdict, emitted),
     )
-    return state, output
+    return state, _emit(output, logprobs, verdict, emitted, progress)
+
+
+def _run_one(choices: list[Callable[[Pool], Decision]], wanted: Int[Array, ""], pool: Pool) -> Decision:
+    """The result of one of several functions of the pool: `lax.switch`, but with the pool updated where it lies.
+
+    XLA copies a buffer that both branches of a conditional write; a loop that runs once or not at all needs no copy.
+    """
+    if len(choices) == 1:
+        return choices[0](pool)
+    verdict, logprobs, _ = jax.eval_shape(choices[0], pool)
+    empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (verdict, logprobs))
+    carry = jnp.bool_(True), (*empty, pool)
+    for index, choice in enumerate(choices):
+        carry = jax.lax.while_loop(
+            lambda carry, index=index: carry[0] & (wanted == index),
+            lambda carry, choice=choice: (jnp.bool_(False), choice(carry[1][2])),
+            carry,
+        )
+    return carry[1]
+
+
+def _narrowest(drafter: Drafter, proposal: Proposal) -> Int[Array, ""]:
+    """Index of the least width that holds every valid node of the batch."""
+    last = jnp.max(jnp.where(proposal.valid, jnp.arange(1, drafter.tree.width), 0), initial=0)
+    return jnp.sum(last >= jnp.asarray(drafter.widths))
+
+
+def _decide(params: Params, program: Program, width: int, view: View, proposal: Proposal, pool: Pool) -> Decision:
+    """Forward and verify rows of the first `width` tokens; the verdict is padded to the whole tree's depth."""
+    tree, sequences, progress = program.drafter.tree.prefix(width), view.sequences, view.progress
+    proposal = jax.tree.map(lambda a: a[:, : width - 1], proposal)
+    batch = progress.token.shape[0]
+    rows = Rows(jnp.arange(batch), sequences.length[0], jnp.where(progress.active, width, 0))
+    tokens = jnp.concatenate([progress.token[:, None], proposal.tokens], axis=1)
+    positions = sequences.position[:, None] + jnp.asarray(tree.depths)
+    words = tree.ancestor_words
+    ancestors = None if words is None else jnp.broadcast_to(jnp.asarray(words), (batch, *words.shape))
+    hidden, pool = forward(params, program.model, program.pool, rows, tokens, positions, ancestors, pool, sequences)
+    logits = logits_of(params, program.model, hidden)
+    verdict = verify_coupled(tree, logits, proposal, view.sampling, view.history, progress.ordinal)
+    if not tree.is_chain:
+        accepted = jnp.where(progress.active, verdict.count, 0)
+        pool = compact(program.pool, pool, sequences, verdict.path, accepted)
+    on_path = jnp.take_along_axis(logits, verdict.path[..., None], axis=1) if width > 1 else logits
+    top = min(MAX_LOGPROBS, program.model.vocab_size)
+    logprobs = log_probabilities(on_path, verdict.tokens, view.sampling, top)
+    missing = program.max_emitted - verdict.tokens.shape[1]
+
+    def pad(a):
+        return jnp.pad(a, ((0, 0), (0, missing), *[(0, 0)] * (a.ndim - 2)))
+
+    verdict = verdict._replace(tokens=pad(verdict.tokens), path=pad(verdict.path))
+    return verdict, jax.tree.map(pad, logprobs), pool
 
 
 def _of_active(sampling: Sampling, active: Bool[Array, "B"]) -> Sampling:
@@ -264,13 +309,9 @@ def _remember(history: History, verdict: Verdict, emitted: Int[Array, "B"]) -> H
     return history._replace(counts=history.counts.at[jnp.arange(batch)[:, None], tokens].add(1, mode="drop"))
 
 
-def _emit(
-    output: Output, logits, verdict: Verdict, emitted: Int[Array, "B"], sampling: Sampling, progress: Progress
-) -> Output:
-    on_path = jnp.take_along_axis(logits, verdict.path[..., None], axis=1) if logits.shape[1] > 1 else logits
-    logprobs = log_probabilities(on_path, verdict.tokens, sampling, output.top_ids.shape[-1])
-    batch, depth = verdict.tokens.shape
-    index = jnp.arange(depth)
+def _emit(output: Output, logprobs: Logprobs, verdict: Verdict, emitted: Int[Array, "B"], progress: Progress) -> Output:
+    batch, path = verdict.tokens.shape
+    index = jnp.arange(path)
     place = jnp.where(index < emitted[:, None], output.count[:, None] + index, output.tokens.shape[1])
     at = jnp.arange(batch)[:, None], place
     stats = jnp.stack([progress.steps, progress.drafted, progress.accepted], axis=-1)[:, None]
@@ -295,8 +336,3 @@ def _empty_output(batch: int, program: Program) -> Output:
         jnp.zeros((batch, capacity, top)),
         jnp.zeros((batch, capacity, 3), jnp.int32),
     )
-
-
-def _words(tree: Any, batch: int) -> Int[Array, "B W words"] | None:
-    words: np.ndarray | None = tree.ancestor_words
-    return None if words is None else jnp.broadcast_to(jnp.asarray(words), (batch, *words.shape))

@@ -20,7 +20,7 @@ from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.loading import LoadedModel
 from jaxspec.models.transformer import stack_layers
 from jaxspec.sampling import sampling_row
-from jaxspec.types import Output
+from jaxspec.types import Models, Output
 from pallas_kernels import Rows
 
 CHUNK = 64
@@ -37,10 +37,11 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.tokenizer, self.spec, self.config = loaded.tokenizer, loaded.spec, config
         self.max_context = _context(config, loaded.spec.max_context)
-        drafter = get_drafter(config.drafter)
+        drafter, draft_params = get_drafter(config, loaded)
         pool, self._table_width = _pool(config, loaded.spec, self.max_context + drafter.tree.size)
         self.program = Program(loaded.spec, pool, drafter)
-        self.params = loaded.params if jax.default_backend() == "cpu" else stack_layers(loaded.params)
+        target = loaded.params if jax.default_backend() == "cpu" else stack_layers(loaded.params)
+        self.params = Models(target, draft_params)
         self.scheduler = Scheduler(pool.num_pages, pool.page_size, drafter.tree.size, config.max_batch)
         self._buckets = [b for b in BATCH_BUCKETS if b < config.max_batch] + [config.max_batch]
         self._batch = 0

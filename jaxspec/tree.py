@@ -5,10 +5,9 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxspec.config import MAX_NODES
 from jaxspec.errors import ConfigError
 from pallas_kernels.layout import WORD
-
-MAX_NODES = 63
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,10 @@ class Tree:
     def width(self) -> int:
         """Tokens in the verify row: the root and the draft nodes."""
         return self.size + 1
+
+    def prefix(self, width: int) -> "Tree":
+        """The tree of the first `width` tokens of the verify row."""
+        return Tree(self.parents[: width - 1])
 
     @property
     def is_chain(self) -> bool:

@@ -14,6 +14,13 @@ from jaxspec.tree import Tree
 Params = dict[str, Any]
 
 
+class Models(NamedTuple):
+    """Parameters of the target and, where it has some, of the drafter."""
+
+    target: Params
+    draft: Params
+
+
 class Sequences(NamedTuple):
     """Where the batch's sequences live. Slots are not positions: eviction moves slots, RoPE needs positions."""
 
@@ -65,6 +72,8 @@ class Proposal(NamedTuple):
     tokens: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
     """False where the drafter had nothing to say: such a node is never accepted."""
+    q: Float[Array, "B N V"] | None = None
+    """The distribution each token was drawn from; None where tokens were picked and not drawn."""
 
 
 class Verdict(NamedTuple):
@@ -115,10 +124,21 @@ class Progress(NamedTuple):
     accepted: Int[Array, "B"]
 
 
+class View(NamedTuple):
+    """What a drafter may look at when it proposes."""
+
+    sequences: Sequences
+    progress: Progress
+    sampling: Sampling
+    history: History
+
+
 class DecodeState(NamedTuple):
     """All that the device carries from round to round; donated at every call."""
 
     pool: dict[str, Array]
+    draft_pool: dict[str, Array]
+    """Keys and values of the drafter's own model, under the page ids of `pool`; empty where it has none."""
     sequences: Sequences
     progress: Progress
     sampling: Sampling
@@ -129,13 +149,18 @@ class DecodeState(NamedTuple):
 class Drafter(NamedTuple):
     """A way to guess tokens: pure functions around a state whose arrays all have the batch first.
 
-    `init(spec, batch) -> state`; `admit(state, row, tokens) -> state` when a request takes a row;
-    `propose(params, state, sequences, progress) -> (Proposal, state)`;
-    `observe(state, verdict) -> state` after verification.
+    `params` are the drafter's own; `pool` its keys and values, under the target's page ids.
     """
 
     tree: Tree
-    init: Callable[..., Any]
+    widths: tuple[int, ...]
+    """Tokens of a verify row that rounds are compiled for, ascending, the whole tree last: a round runs the least
+    width that holds every valid node, so drafting nothing costs a plain step where 1 is among them."""
+    init: Callable[[int, int], Any]
+    """`(batch, context) -> state`; context is the most tokens a request may have, in prompt and output together."""
     admit: Callable[..., Any]
-    propose: Callable[..., tuple[Proposal, Any]]
+    """`(state, row, prompt, length) -> state` when a request takes a row; `prompt` is padded."""
+    propose: Callable[..., tuple[Proposal, Any, dict[str, Array]]]
+    """`(params, state, pool, view) -> (Proposal, state, pool)`."""
     observe: Callable[..., Any]
+    """`(state, proposal, verdict, emitted) -> state` after verification; `emitted` [B] tokens of the verdict count."""

@@ -10,13 +10,13 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.config import SamplingParams
 from jaxspec.decode import Program
-from jaxspec.drafters import get_drafter
+from jaxspec.drafters.none import NONE
 from jaxspec.kv.formats import get_format
 from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import init_params
 from jaxspec.sampling import sampling_row
-from jaxspec.types import Drafter
+from jaxspec.types import Drafter, Models
 from pallas_kernels import Rows
 
 VOCAB, PAGE, TABLE = 61, 4, 12
@@ -57,12 +57,12 @@ class Result(NamedTuple):
 def random_params(seed: int = 0):
     """Parameters whose output varies with the context (freshly initialised models repeat themselves)."""
     params = init_params(SPEC, jax.random.key(seed))
-    return jax.tree.map(lambda a: a * 3 if a.ndim > 1 else a, params)
+    return Models(jax.tree.map(lambda a: a * 3 if a.ndim > 1 else a, params), {})
 
 
 def make_program(drafter: Drafter | None = None, *, pages: int = 128, page: int = PAGE, max_rounds: int = 8) -> Program:
     pool = PoolSpec(get_format("float32"), SPEC.num_layers, pages, page, SPEC.num_kv_heads, SPEC.head_dim)
-    return Program(SPEC, pool, drafter or get_drafter("none"), max_rounds)
+    return Program(SPEC, pool, drafter or NONE, max_rounds)
 
 
 def page_lists(program: Program, count: int, seed: int = 0) -> list[list[int]]:

@@ -35,7 +35,7 @@ MIX = {
 }
 
 
-def scripted(tree: Tree, script: np.ndarray, wrong: float, seed: int = 0) -> Drafter:
+def scripted(tree: Tree, script: np.ndarray, wrong: float, widths: tuple[int, ...] = (), seed: int = 0) -> Drafter:
     """Drafts what the script says comes next, and rubbish with the given probability; some nodes say nothing."""
     rng = np.random.default_rng(seed)
     table = jnp.asarray(np.pad(script, ((0, 0), (0, 64))))
@@ -44,15 +44,21 @@ def scripted(tree: Tree, script: np.ndarray, wrong: float, seed: int = 0) -> Dra
     silent = jnp.asarray(rng.random((97, tree.size)) < 0.1)
     depth = jnp.asarray(tree.depths[1:], jnp.int32)
 
-    def propose(params, state, sequences, progress):
+    def propose(params, state, pool, view):
+        progress = view.progress
         ahead = progress.ordinal[:, None] + depth - 1
         right = jnp.take_along_axis(table, ahead, axis=1)
         which = (progress.ordinal * 7 + jnp.arange(progress.ordinal.shape[0])) % 97
         tokens = jnp.where(fail[which], noise[which], right).astype(jnp.int32)
-        return Proposal(tokens, ~silent[which]), state
+        return Proposal(tokens, ~silent[which]), state, pool
 
     return Drafter(
-        tree, lambda spec, batch: (), lambda state, row, tokens: state, propose, lambda state, verdict: state
+        tree,
+        widths or (tree.width,),
+        init=lambda batch, context: (),
+        admit=lambda state, row, prompt, length: state,
+        propose=propose,
+        observe=lambda state, proposal, verdict, emitted: state,
     )
 
 
@@ -85,8 +91,8 @@ def chain(plain):
 
 @pytest.fixture(scope="module")
 def tree(plain):
-    """A program that drafts a tree of six nodes, some of them wrong."""
-    return make_program(scripted(random_tree(6, 4), script_of(plain), 0.4), pages=160)
+    """A program that drafts a tree of six nodes, some of them wrong, in rows as wide as need be."""
+    return make_program(scripted(random_tree(6, 4), script_of(plain), 0.4, widths=(1, 3, 7)), pages=160)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +223,9 @@ def test_seeds_samples_and_mates_have_streams_of_their_own():
 
 def test_logits_that_are_not_finite_end_their_row_only(plain):
     params = random_params()
-    broken = np.array(params["embed"]["weight"])
+    broken = np.array(params.target["embed"]["weight"])
     broken[50] = np.nan
-    params["embed"]["weight"] = jnp.asarray(broken)
+    params.target["embed"]["weight"] = jnp.asarray(broken)
     jobs = {0: MIX[0], 1: Job([50, 1], SamplingParams(max_tokens=9))}
     got = decode_all(params, PLAIN, jobs)
     assert got[1].finish == Finish.NOT_FINITE

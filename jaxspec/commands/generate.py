@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from jaxspec.commands.colours import Colours
 from jaxspec.commands.options import ConfigOption, read_settings, with_engine_and_sampling
 from jaxspec.commands.prompts import Prompt, read_prompts
 from jaxspec.commands.running import interruptible, load, sample_fields, submit, summary
@@ -37,6 +38,14 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object for each prompt, for each sample where --n is above 1.")
     ] = False,
+    show_speculation: Annotated[
+        bool,
+        typer.Option(
+            "--show-speculation",
+            help="Colour the text: accepted drafts green, a token of the model's own red where it rejected a draft "
+            "and cyan after a draft accepted whole. Example: --drafter ngram --show-speculation",
+        ),
+    ] = False,
     config: ConfigOption = None,
     **options: Any,
 ) -> int:
@@ -50,6 +59,8 @@ def generate(
 
     - `jaxspec generate --raw "Once upon a time" --temperature 0.8 --seed 7 --n 3`
 
+    - `jaxspec generate "Repeat after me: the sea, the sea." --drafter ngram --show-speculation`
+
     - `jaxspec generate --file questions.txt --config creative --json > answers.jsonl`
     """
     asked = read_prompts(prompts or [], file, raw, system)
@@ -59,13 +70,16 @@ def generate(
         wanted = min(len(asked) * params.n, engine_config.max_batch)
         engine_config = msgspec.structs.replace(engine_config, max_batch=wanted)
 
-    shown = Answers(asked, params.n, as_json)
+    colours = Colours(as_json) if show_speculation else None
+    shown = Answers(asked, params.n, as_json, colours)
     with interruptible(lambda: f"{shown.next} of {len(asked)} prompts are answered"):
         llm = load(engine_config)
         began = time.perf_counter()
         _run(llm.engine, asked, params, shown)
         seconds = time.perf_counter() - began
     finished = shown.finished
+    if colours:
+        colours.print_legend()
     print(summary(finished, finished[0].stats.seconds if len(finished) == 1 else seconds), file=sys.stderr)
     shown.raise_first_error()
     return 0
@@ -85,21 +99,27 @@ def _run(engine: "jaxspec.engine.Engine", asked: list[Prompt], params: SamplingP
 class Answers:
     """Prints answers: a single one as it comes, several whole and in the order of their prompts."""
 
-    def __init__(self, asked: list[Prompt], n: int, as_json: bool) -> None:
-        self.asked, self.n, self.as_json = asked, n, as_json
+    def __init__(self, asked: list[Prompt], n: int, as_json: bool, colours: Colours | None = None) -> None:
+        self.asked, self.n, self.as_json, self.colours = asked, n, as_json, colours
         self.streams = not as_json and len(asked) * n == 1
         self.waiting: dict[int, dict[int, CompletionOutput]] = defaultdict(dict)
+        self.texts: dict[tuple[int, int], list[str]] = defaultdict(list)
+        """What was told of each sample so far, by prompt and index."""
         self.finished: list[CompletionOutput] = []
         self.next = 0
         """Prompts answered and printed: the place in `asked` of the next one."""
 
     def take(self, delta: TextDelta) -> None:
         """Print what this news allows to be printed."""
+        prompt = int(delta.request_id)
+        text = self.colours.paint(delta.pieces) + delta.rest if self.colours else delta.text
         if self.streams:
-            print(delta.text, end="", flush=True)
+            print(text, end="", flush=True)
+        else:
+            self.texts[prompt, delta.index].append(text)
         if delta.finished is None:
             return
-        self.waiting[int(delta.request_id)][delta.index] = delta.finished
+        self.waiting[prompt][delta.index] = delta.finished
         while len(self.waiting[self.next]) == self.n:
             samples = self.waiting.pop(self.next)
             self._print([samples[index] for index in range(self.n)])
@@ -116,7 +136,7 @@ class Answers:
             elif self.streams:
                 print()
             else:
-                print(f"{self._header(output)}\n{output.text}\n")
+                print(f"{self._header(output)}\n{''.join(self.texts[self.next, output.index])}\n")
         sys.stdout.flush()
 
     def _header(self, output: CompletionOutput) -> str:

@@ -50,7 +50,11 @@ SAMPLING = {
 
 ENGINE = {
     "model": Flag(str, "A name in configs/models, a Hugging Face folder, a .gguf file or a hub id."),
-    "drafter": Flag(str, "The speculative method; none decodes plainly."),
+    "drafter": Flag(str, "Who drafts tokens for the model to check: ngram copies from the text; none decodes plainly."),
+    "draft_tokens": Flag(int, "Tokens drafted a round at most."),
+    "draft_adaptive": Flag(bool, "Draft fewer, or none, where a request's own drafts keep being rejected."),
+    "ngram_max": Flag(int, "ngram: look up where up to this many of the last tokens stood before."),
+    "ngram_min": Flag(int, "ngram: draft nothing where fewer than this many of the last tokens stood before."),
     "weights": Flag(str, "auto, float32 or bfloat16; auto is float32 on the CPU, bfloat16 elsewhere."),
     "kv_dtype": Flag(str, "Format of the key/value cache; auto is float32 on the CPU, bfloat16 elsewhere."),
     "max_batch": Flag(int, "Samples decoded at once."),
@@ -84,17 +88,22 @@ def _parameters(flags: dict[str, Flag], defaults: msgspec.Struct, panel: str) ->
 
 
 def with_engine_and_sampling(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Give a command `**options` a flag for every field of SamplingParams and EngineConfig."""
+    """Give a command `**options` a flag for every field of SamplingParams and EngineConfig.
+
+    A parameter that the command declares itself stands in for the flag of that name.
+    """
 
     @wraps(command)
     def wrapped(*args: Any, **options: Any) -> int | None:
         return command(*args, **options)
 
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    added = [
+    flags = [
         *_parameters(SAMPLING, SamplingParams(), "Sampling"),
-        *_parameters(ENGINE, EngineConfig(), "Model and memory"),
+        *_parameters(ENGINE, EngineConfig(), "Model, drafting and memory"),
     ]
+    declared = {p.name for p in own}
+    added = [p for p in flags if p.name not in declared]
     wrapped.__signature__ = inspect.Signature([*own, *added])  # pyright: ignore[reportAttributeAccessIssue]
     wrapped.__annotations__ = {p.name: p.annotation for p in (*own, *added)}
     return wrapped

@@ -1,19 +1,21 @@
-"""Drafters, one file each: the file's name is the drafter's name in a config, its `drafter()` builds it."""
+"""Drafters, one file each: the file's name is the drafter's name in a config, its `build` makes it."""
 
 import importlib
 import pkgutil
 
+from jaxspec.config import EngineConfig
 from jaxspec.errors import ConfigError
-from jaxspec.types import Drafter
+from jaxspec.models.loading import LoadedModel
+from jaxspec.types import Drafter, Params
 
 
 def drafter_names() -> list[str]:
     """The drafters there are, by file name."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
-def get_drafter(name: str) -> Drafter:
-    """The drafter of that name. ConfigError lists the names there are."""
-    if name not in drafter_names():
-        raise ConfigError(f"no drafter named {name!r} (there are: {', '.join(drafter_names())})")
-    return importlib.import_module(f"{__name__}.{name}").drafter()
+def get_drafter(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
+    """The drafter that a configuration names, and its own parameters. ConfigError lists the names there are."""
+    if config.drafter not in drafter_names():
+        raise ConfigError(f"no drafter named {config.drafter!r} (there are: {', '.join(drafter_names())})")
+    return importlib.import_module(f"{__name__}.{config.drafter}").build(config, target)

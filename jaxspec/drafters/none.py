@@ -2,21 +2,27 @@
 
 import jax.numpy as jnp
 
+from jaxspec.config import EngineConfig
+from jaxspec.models.loading import LoadedModel
 from jaxspec.tree import Tree
-from jaxspec.types import Drafter, Proposal
+from jaxspec.types import Drafter, Params, Proposal, View
 
 
-def drafter() -> Drafter:
+def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     """Proposes nothing and remembers nothing."""
-    return Drafter(
-        tree=Tree(),
-        init=lambda spec, batch: (),
-        admit=lambda state, row, tokens: state,
-        propose=_propose,
-        observe=lambda state, verdict: state,
-    )
+    return NONE, {}
 
 
-def _propose(params, state, sequences, progress):
-    batch = progress.token.shape[0]
-    return Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), bool)), state
+def _propose(params: Params, state: tuple, pool: dict, view: View) -> tuple[Proposal, tuple, dict]:
+    batch = view.progress.token.shape[0]
+    return Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), bool)), state, pool
+
+
+NONE = Drafter(
+    tree=Tree(),
+    widths=(1,),
+    init=lambda batch, context: (),
+    admit=lambda state, row, prompt, length: state,
+    propose=_propose,
+    observe=lambda state, proposal, verdict, emitted: state,
+)

@@ -1,9 +1,20 @@
 """From emitted tokens to text: detokenisation, stop strings, log probabilities and counters of one sample."""
 
 import time
+from collections.abc import Iterable
+from itertools import chain, groupby
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from jaxspec.host.request import CompletionOutput, Sample, Statistics, TextDelta, TokenLogprobs
+from jaxspec.host.request import (
+    CompletionOutput,
+    Kind,
+    Piece,
+    Round,
+    Sample,
+    Statistics,
+    TextDelta,
+    TokenLogprobs,
+)
 from jaxspec.host.stop import StopMatcher
 
 
@@ -16,13 +27,41 @@ class TextStream(Protocol):
     def finish(self) -> str: ...
 
 
+Counters = tuple[int, ...]
+"""A sample's steps, drafted and accepted tokens so far."""
+
+
 class Emitted(NamedTuple):
     """One token as the device emitted it."""
 
     token_id: int
-    counters: tuple[int, ...]
-    """The sample's steps, drafted and accepted tokens so far."""
+    counters: Counters
     logprobs: TokenLogprobs | None
+
+
+def read_rounds(counters: Iterable[Counters], before: Counters = (0, 0, 0)) -> list[Round]:
+    """The rounds behind consecutive tokens, from the counters as of each token; `before` is as of the one before them.
+
+    Tokens of one round share its counters, and no two rounds have the same number of steps.
+    """
+    rounds = []
+    for now, tokens in groupby(counters):
+        emitted = sum(1 for _ in tokens)
+        # The host may drop the end of a round, for a stop string: what was dropped was not accepted either.
+        rounds.append(Round(now[1] - before[1], min(now[2] - before[2], emitted), emitted))
+        before = now
+    return rounds
+
+
+def token_kinds(done: Round) -> list[Kind]:
+    """The kind of each token of a round: its accepted drafts first, then the target's own if the text got there."""
+    if done.accepted == done.emitted:
+        own = []
+    elif done.drafted == 0:
+        own = [Kind.PLAIN]
+    else:
+        own = [Kind.BONUS if done.accepted == done.drafted else Kind.CORRECTED]
+    return [Kind.ACCEPTED] * done.accepted + own
 
 
 class Transcript:
@@ -43,41 +82,40 @@ class Transcript:
 
     def push(self, tokens: list[Emitted]) -> TextDelta:
         """Take tokens in, up to one that completes a stop string: `stop_reason` is then set and the rest dropped."""
-        before = len(self.tokens)
+        before = self.tokens[-1].counters if self.tokens else (0, 0, 0)
+        kinds = chain.from_iterable(map(token_kinds, read_rounds([t.counters for t in tokens], before)))
         self.last = time.perf_counter()
         if tokens and not self.tokens:
             self.first = self.last
-        shown = []
-        for token in tokens:
+        pieces = []
+        for token, kind in zip(tokens, kinds, strict=True):
             self.tokens.append(token)
             armed = len(self.tokens) >= self.sample.params.min_tokens
             text, self.stop_reason = self._stop.push(self._stream.push([token.token_id]), armed)
-            shown.append(text)
+            pieces.append(Piece(text, kind))
             if self.stop_reason is not None:
                 break
-        return self._delta("".join(shown), len(self.tokens) - before, None)
+        delta = TextDelta(self.sample.request_id, self.sample.index, self.sample.prompt_ids, pieces, "", None)
+        self._text.append(delta.text)
+        return delta
 
     def finish(self, delta: TextDelta, reason: str, stop_reason: int | str | None) -> TextDelta:
         """End the sample: the same news with the rest of the text and the result."""
-        text = ""
+        rest = ""
         if self.stop_reason is None:
-            text, hit = self._rest()
+            rest, hit = self._rest()
             reason, stop_reason = ("stop", hit) if hit is not None else (reason, stop_reason)
-        delta = self._delta(text, 0, None)._replace(text=delta.text + text, tokens=delta.tokens)
-        return delta._replace(finished=self._result(reason, stop_reason))
+        self._text.append(rest)
+        return delta._replace(rest=rest, finished=self._result(reason, stop_reason))
 
     def _rest(self) -> tuple[str, str | None]:
         armed = len(self.tokens) >= self.sample.params.min_tokens
         text, hit = self._stop.push(self._stream.finish(), armed)
         return (text, hit) if hit is not None else (text + self._stop.finish(), None)
 
-    def _delta(self, text: str, tokens: int, finished: CompletionOutput | None) -> TextDelta:
-        self._text.append(text)
-        return TextDelta(self.sample.request_id, self.sample.index, self.sample.prompt_ids, text, tokens, finished)
-
     def _result(self, reason: str, stop_reason: int | str | None) -> CompletionOutput:
         sample = self.sample
-        steps, drafted, accepted = self.tokens[-1].counters if self.tokens else (0, 0, 0)
+        rounds = read_rounds(t.counters for t in self.tokens)
         wanted = sample.params.logprobs is not None
         return CompletionOutput(
             index=sample.index,
@@ -90,10 +128,11 @@ class Transcript:
             stats=Statistics(
                 tokens=len(self.tokens),
                 seconds=self.last - self.started,
-                steps=steps,
-                drafted=drafted,
-                accepted=accepted,
+                steps=len(rounds),
+                drafted=sum(r.drafted for r in rounds),
+                accepted=sum(r.accepted for r in rounds),
                 prompt_tokens=len(sample.prompt_ids),
                 time_to_first_token=self.first - sample.arrival,
             ),
+            rounds=rounds,
         )

@@ -1,6 +1,7 @@
 """A request on its way through the engine, and what comes back of it. Plain Python: no jax here."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 from jaxspec.config import SamplingParams
@@ -13,6 +14,29 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     top: dict[int, float]
     """The likeliest token ids, best first; empty where `logprobs` was 0."""
+
+
+class Kind(StrEnum):
+    """Where a token came from."""
+
+    PLAIN = "plain"
+    """The target's own, in a round without a draft."""
+    ACCEPTED = "accepted"
+    """Drafted, and what the target wanted."""
+    CORRECTED = "corrected"
+    """The target's own, where it rejected a draft."""
+    BONUS = "bonus"
+    """The target's own, after a draft of which it accepted everything."""
+
+
+class Round(NamedTuple):
+    """What one verify round did for a sample."""
+
+    drafted: int
+    accepted: int
+    """Drafts among the emitted tokens."""
+    emitted: int
+    """Accepted drafts and one more; less where the text ended before that."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +89,8 @@ class CompletionOutput:
     seed: int
     """The seed used, also where the request brought none: the same seed gives the same text again."""
     stats: Statistics
+    rounds: list[Round]
+    """The rounds that emitted these tokens, in order."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +123,34 @@ class RequestOutput:
         return self.outputs[0].stats
 
 
+class Piece(NamedTuple):
+    """What one more token let be shown: text held back by earlier tokens comes with the one that sets it free."""
+
+    text: str
+    kind: Kind
+
+
 class TextDelta(NamedTuple):
     """News of one sample after a call of the engine: what to print, and its result once it is finished."""
 
     request_id: str
     index: int
     prompt_ids: list[int]
-    text: str
-    tokens: int
-    """Tokens emitted since the last news."""
+    pieces: list[Piece]
+    """One a token emitted since the last news."""
+    rest: str
+    """What was held back until the end."""
     finished: CompletionOutput | None
+
+    @property
+    def text(self) -> str:
+        """All there is to print."""
+        return "".join(piece.text for piece in self.pieces) + self.rest
+
+    @property
+    def tokens(self) -> int:
+        """Tokens emitted since the last news."""
+        return len(self.pieces)
 
 
 @dataclass

@@ -7,14 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.drafters import drafter_names, get_drafter
 from jaxspec.errors import ConfigError
+from jaxspec.models.loading import LoadedModel
 from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import init_params
+from jaxspec.sampling import sampling_row
+from jaxspec.tokenizer import Tokenizer
 from jaxspec.tree import Tree
-from jaxspec.types import Drafter, Progress, Proposal, Sequences, Verdict
+from jaxspec.types import Drafter, History, Models, Progress, Proposal, Sequences, Verdict, View
+from tests.driver import SPEC, decode_all, make_program, random_params
+from tests.test_decode import MIX
 
-BATCH, PROMPT = 5, 12
+BATCH, PROMPT, CONTEXT = 5, 12, 24
 MODEL = ModelSpec(
     vocab_size=32,
     valid_vocab=30,
@@ -31,14 +37,25 @@ MODEL = ModelSpec(
 )
 
 
-@pytest.fixture(params=drafter_names())
-def drafter(request: pytest.FixtureRequest) -> Drafter:
-    return get_drafter(request.param)
-
-
 @pytest.fixture(scope="module")
-def params():
-    return jax.jit(partial(init_params, MODEL))(jax.random.key(0))
+def target(tiny_model) -> LoadedModel:
+    params = jax.jit(partial(init_params, MODEL))(jax.random.key(0))
+    return LoadedModel(MODEL, params, Tokenizer.from_folder(tiny_model), "tiny")
+
+
+@pytest.fixture(params=drafter_names())
+def built(request: pytest.FixtureRequest, target: LoadedModel):
+    return get_drafter(EngineConfig(drafter=request.param, draft_tokens=3), target)
+
+
+@pytest.fixture
+def drafter(built) -> Drafter:
+    return built[0]
+
+
+@pytest.fixture
+def params(built):
+    return built[1]
 
 
 def sequences() -> Sequences:
@@ -53,15 +70,28 @@ def progress(seed: int = 0) -> Progress:
     return Progress(tokens, zeros, jnp.ones(BATCH, bool), zeros, zeros, zeros, zeros)
 
 
+def view(now: Progress) -> View:
+    sampling = jax.tree.map(lambda a: jnp.broadcast_to(a, (BATCH, *a.shape)), sampling_row(SamplingParams()))
+    nothing = jnp.zeros((BATCH, MODEL.vocab_size), jnp.int32)
+    return View(sequences(), now, sampling, History(nothing, nothing > 0))
+
+
+def propose(drafter: Drafter, params, state, now: Progress, jit: bool = True):
+    """The proposal and the state after it, of a drafter that needs no pool of its own."""
+    call = jax.jit(drafter.propose) if jit else drafter.propose
+    found, after, _ = call(params, state, {}, view(now))
+    return found, after
+
+
 def prompt(seed: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(MODEL.valid_vocab, size=PROMPT), jnp.int32)
 
 
 def admitted(drafter: Drafter, prompts: list[int]):
     """The state after every row took the prompt of that seed."""
-    state = drafter.init(MODEL, BATCH)
+    state = drafter.init(BATCH, CONTEXT)
     for row, seed in enumerate(prompts):
-        state = jax.jit(drafter.admit)(state, jnp.int32(row), prompt(seed))
+        state = jax.jit(drafter.admit)(state, jnp.int32(row), prompt(seed), jnp.int32(PROMPT))
     return state
 
 
@@ -84,12 +114,12 @@ def equal(first, second) -> bool:
 def test_its_tree_is_static_and_its_state_has_the_batch_first(drafter: Drafter) -> None:
     assert isinstance(drafter.tree, Tree)
     hash(drafter)
-    for leaf in jax.tree.leaves(drafter.init(MODEL, BATCH)):
+    for leaf in jax.tree.leaves(drafter.init(BATCH, CONTEXT)):
         assert leaf.shape[0] == BATCH
 
 
 def test_a_proposal_fills_the_tree(drafter: Drafter, params) -> None:
-    found, _ = jax.jit(drafter.propose)(params, admitted(drafter, list(range(BATCH))), sequences(), progress())
+    found, _ = propose(drafter, params, admitted(drafter, list(range(BATCH))), progress())
     assert isinstance(found, Proposal)
     assert found.tokens.shape == found.valid.shape == (BATCH, drafter.tree.size)
     assert (found.tokens.dtype, found.valid.dtype) == (jnp.int32, bool)
@@ -99,11 +129,11 @@ def test_a_proposal_fills_the_tree(drafter: Drafter, params) -> None:
 
 def test_every_step_keeps_the_state_in_shape(drafter: Drafter, params) -> None:
     """A while loop carries it."""
-    state = drafter.init(MODEL, BATCH)
+    state = drafter.init(BATCH, CONTEXT)
     wanted = jax.tree.structure(state), shapes(state)
     after_admit = admitted(drafter, list(range(BATCH)))
-    after_propose = jax.jit(drafter.propose)(params, after_admit, sequences(), progress())[1]
-    after_observe = jax.jit(drafter.observe)(after_propose, verdict(drafter))
+    found, after_propose = propose(drafter, params, after_admit, progress())
+    after_observe = jax.jit(drafter.observe)(after_propose, found, verdict(drafter), verdict(drafter).count)
     for after in (after_admit, after_propose, after_observe):
         assert (jax.tree.structure(after), shapes(after)) == wanted
 
@@ -112,18 +142,17 @@ def test_it_is_pure(drafter: Drafter, params) -> None:
     """The same arguments give the same result, jitted or not, and are left as they were."""
     state = admitted(drafter, list(range(BATCH)))
     kept = jax.tree.map(np.array, state)
-    jitted = jax.jit(drafter.propose)
-    calls = [call(params, state, sequences(), progress()) for call in (jitted, jitted, drafter.propose)]
+    calls = [propose(drafter, params, state, progress(), jit) for jit in (True, True, False)]
     assert equal(calls[0], calls[1])
     assert equal(calls[0], calls[2])
-    observed = [drafter.observe(calls[0][1], verdict(drafter)) for _ in range(2)]
+    observed = [drafter.observe(calls[0][1], calls[0][0], verdict(drafter), verdict(drafter).count) for _ in range(2)]
     assert equal(*observed)
     assert equal(state, kept)
 
 
 def test_admission_touches_one_row_and_forgets_its_last_request(drafter: Drafter) -> None:
     state = admitted(drafter, [0, 1, 2, 3, 4])
-    again = jax.jit(drafter.admit)(state, jnp.int32(2), prompt(7))
+    again = jax.jit(drafter.admit)(state, jnp.int32(2), prompt(7), jnp.int32(PROMPT))
     others = np.array([0, 1, 3, 4])
     assert equal(*(jax.tree.map(lambda a: a[others], s) for s in (state, again)))
     assert equal(again, admitted(drafter, [0, 1, 7, 3, 4]))
@@ -135,16 +164,41 @@ def test_a_row_does_not_depend_on_its_mates(drafter: Drafter, params) -> None:
     there = here._replace(token=jnp.where(jnp.isin(jnp.arange(BATCH), kept), here.token, (here.token + 3) % 30))
     rounds = []
     for prompts, state_of in (([0, 1, 2, 3, 4], here), ([0, 8, 9, 3, 7], there)):
-        found, state = jax.jit(drafter.propose)(params, admitted(drafter, prompts), sequences(), state_of)
-        rounds.append((found, drafter.observe(state, verdict(drafter))))
+        found, state = propose(drafter, params, admitted(drafter, prompts), state_of)
+        rounds.append((found, drafter.observe(state, found, verdict(drafter), verdict(drafter).count)))
     assert equal(*(jax.tree.map(lambda a: a[kept], r) for r in rounds))
 
 
-def test_files_are_drafters() -> None:
+def test_widths_end_with_the_whole_tree(drafter: Drafter) -> None:
+    assert list(drafter.widths) == sorted(set(drafter.widths))
+    assert drafter.widths[-1] == drafter.tree.width
+
+
+REPEATING = {row: job._replace(prompt=[*job.prompt, *job.prompt, *job.prompt][:30]) for row, job in MIX.items()}
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("name", [name for name in drafter_names() if name != "none"])
+def test_law_1_the_tokens_are_those_of_plain_decoding(name: str, adaptive: bool, target: LoadedModel) -> None:
+    params = random_params()
+    model = target._replace(spec=SPEC, params=params.target)
+    config = EngineConfig(drafter=name, draft_tokens=5, draft_adaptive=adaptive, ngram_min=1)
+    drafter, draft_params = get_drafter(config, model)
+    plain = decode_all(params, make_program(pages=160), REPEATING)
+    models = Models(params.target, draft_params)
+    together = decode_all(models, make_program(drafter, pages=160), REPEATING)
+    for row, expected in plain.items():
+        assert together[row].tokens == expected.tokens
+        alone = decode_all(models, make_program(drafter, pages=160), {row: REPEATING[row]})[row]
+        assert alone.tokens == expected.tokens
+    assert sum(r.drafted for r in together.values()) > 0
+
+
+def test_files_are_drafters(target: LoadedModel) -> None:
     assert "none" in drafter_names()
-    assert get_drafter("none").tree == Tree()
+    assert get_drafter(EngineConfig(), target)[0].tree == Tree()
 
 
-def test_an_unknown_drafter_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_drafter_is_refused_with_the_names_there_are(target: LoadedModel) -> None:
     with pytest.raises(ConfigError, match=r"no drafter named 'oracle' \(there are: .*none"):
-        get_drafter("oracle")
+        get_drafter(EngineConfig(drafter="oracle"), target)

@@ -1,0 +1,146 @@
+"""`jaxspec bench`: measure."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from jaxspec.bench.questions import choose, read_questions
+from jaxspec.commands.meter import Meter
+from jaxspec.commands.options import ConfigOption, read_settings, with_engine_and_sampling
+from jaxspec.commands.running import interruptible
+from jaxspec.config import DecodeConfig
+from jaxspec.errors import ConfigError
+
+app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode="markdown")
+
+
+@app.callback()
+def _root() -> None: ...
+
+
+@app.command()
+@with_engine_and_sampling
+def decode(
+    prompts: Annotated[
+        str,
+        typer.Option(metavar="NAME|FILE.jsonl", help="Questions: configs/prompts/NAME.jsonl or a Spec-Bench file."),
+    ] = "default",
+    drafter: Annotated[
+        str, typer.Option(metavar="NAMES", help="Drafters to compare; the others are measured against the first.")
+    ] = "none,ngram",
+    categories: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Only these categories. Example: --categories rag,qa")
+    ] = None,
+    limit_per_category: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Only the first N questions of each category.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measured answers to each question.")] = 5,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of an answer at most.")] = 128,
+    max_batch: Annotated[
+        int, typer.Option("--batch", metavar="N", help="Questions of a category answered at once.")
+    ] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows of the table, and more, to a file.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Draw the speedups; needs pip install 'jaxspec[plots]'."),
+    ] = None,
+    config: ConfigOption = None,
+    **options: Any,
+) -> int:
+    """Compare the decoding speed of drafters on the same questions.
+
+    Every question is asked `--repeats` times of every drafter, in turns; only decode time counts, from the first round
+    to the last token. τ is tokens a round. Predicted is τ over the measured costs of drafting and verifying; Leviathan's
+    formula has verification cost a plain step. Ctrl-C prints what is measured so far.
+
+    Examples:
+
+    - `jaxspec bench decode --limit-per-category 1 --repeats 3`
+
+    - `jaxspec bench decode --drafter none,ngram --categories summarization,rag --json rows.json --plot speedup.png`
+    """
+    settings = read_settings(config, options | {"drafter": "none", "max_tokens": max_tokens, "max_batch": max_batch})
+    if settings.sampling.n != 1:
+        raise ConfigError("bench takes one sample of each question: leave out --n")
+    if settings.sampling.seed is None:
+        settings = DecodeConfig(engine=settings.engine, sampling=msgspec.structs.replace(settings.sampling, seed=0))
+    drafters, wanted = _names(drafter), _names(categories) if categories else []
+    if not drafters:
+        raise ConfigError("--drafter needs a name, such as none,ngram")
+    questions = choose(read_questions(prompts), wanted, limit_per_category)
+    from jaxspec.bench import report
+    from jaxspec.bench.decode import grouped
+
+    if plot_file is not None:
+        report.require_plots()
+    groups, code = grouped(questions, max_batch), 0
+    turns: list[list[Any]] = []
+    costs: dict[str, Any] = {}
+    try:
+        with interruptible(lambda: "the table holds what was measured" if any(turns) else "nothing is measured yet"):
+            _measure(settings, drafters, groups, repeats, turns, costs)
+    except typer.Exit as stopped:
+        code = stopped.exit_code
+    if rows := report.make_rows(turns, groups, costs):
+        conditions = _conditions(settings, max(1, sum(len(repeat) == len(groups) for repeat in turns)))
+        title = ", ".join(f"{name} {value}" for name, value in conditions.items())
+        Console().print(report.make_table(rows, costs, title))
+        if json_file is not None:
+            json_file.write_text(json.dumps([row | conditions for row in rows], indent=1) + "\n", encoding="utf-8")
+        if plot_file is not None:
+            report.plot(rows, title, plot_file)
+    return code
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _measure(
+    settings: DecodeConfig,
+    drafters: list[str],
+    groups: list[Any],
+    repeats: int,
+    turns: list[list[Any]],
+    costs: dict[str, Any],
+) -> None:
+    from jaxspec.bench.costs import measure_costs
+    from jaxspec.bench.decode import build_engines, context_of, measure, warm_up
+
+    batch, params = settings.engine.max_batch, settings.sampling
+    with Console(stderr=True).status(f"loading {settings.engine.model}") as status:
+        engines = build_engines(settings.engine, drafters)
+        status.update("compiling")
+        warm_up(engines, groups, params)
+        status.update("measuring what a round costs")
+        context = context_of(next(iter(engines.values())), groups, params.max_tokens)
+        costs |= measure_costs(engines, batch, context, params)
+    questions = sum(len(group.questions) for group in groups)
+    print(f"{questions} questions, {len(engines)} drafters, {repeats} repeats", file=sys.stderr)
+    with Meter(repeats * len(groups) * len(engines), 0) as meter:
+        measure(engines, groups, params, repeats, turns, lambda tokens: meter.add(rows=1, tokens=tokens))
+
+
+def _conditions(settings: DecodeConfig, repeats: int) -> dict[str, Any]:
+    """What a reader must know to compare the figures with others."""
+    import jax
+
+    engine, sampling = settings.engine, settings.sampling
+    return {
+        "model": engine.model,
+        "backend": jax.default_backend(),
+        "weights": engine.weights,
+        "batch": engine.max_batch,
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_tokens,
+        "draft_tokens": engine.draft_tokens,
+        "adaptive": engine.draft_adaptive,
+        "repeats": repeats,
+    }
