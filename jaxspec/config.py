@@ -121,6 +121,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Tokens drafted a round at most."""
     draft_adaptive: bool = True
     """Draft fewer, or none, where a request's own drafts keep being rejected."""
+    draft_model: str | None = None
+    """draft_model: the model that drafts, given like `model`; it must have the same vocabulary."""
+    draft_layers: int | None = None
+    """layer_skip: first layers of the target that draft; None is a third of them."""
     ngram_max: int = 4
     """ngram: tokens that a match has at most."""
     ngram_min: int = 2
@@ -147,6 +151,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             (
                 1 <= self.ngram_min <= self.ngram_max,
                 f"ngram_min must be 1 to ngram_max, not {self.ngram_min} of {self.ngram_max}",
+            ),
+            (
+                self.draft_layers is None or self.draft_layers >= 1,
+                f"draft_layers must be 1 or more, not {self.draft_layers}",
             ),
             (self.kv_memory > 0, f"kv_memory must be above 0 GiB, not {self.kv_memory}"),
             (

@@ -1,7 +1,7 @@
 """The decode loop: propose, forward, verify, commit, in rounds on the device. Knows protocols, no concrete plug-in."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 
@@ -59,6 +59,14 @@ class Program:
     """Rounds that one call may run at most."""
 
     @property
+    def draft_pool(self) -> PoolSpec | None:
+        """The pool of the drafter's own model: as many pages, of as many slots."""
+        model: ModelSpec | None = self.drafter.model
+        if model is None:
+            return None
+        return replace(self.pool, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+
+    @property
     def max_emitted(self) -> int:
         """Tokens a row emits in one round at most."""
         return self.drafter.tree.max_depth + 1
@@ -71,7 +79,7 @@ def init_state(program: Program, batch: int, table_width: int) -> DecodeState:
     zeros = partial(jnp.zeros, (batch,), jnp.int32)
     return DecodeState(
         pool=program.pool.allocate(),
-        draft_pool={},
+        draft_pool=program.draft_pool.allocate() if program.draft_pool else {},
         sequences=Sequences(
             jnp.zeros((1, batch, table_width), jnp.int32),
             jnp.zeros((1, batch), jnp.int32),
@@ -96,10 +104,13 @@ def prefill(
 ) -> DecodeState:
     """Write the keys and values of prompt chunks; the last token of a prompt is left to its first round as the root."""
     positions = rows.start[:, None] + jnp.arange(tokens.shape[1])
-    _, pool = forward(
-        params.target, program.model, program.pool, rows, tokens, positions, None, state.pool, state.sequences
-    )
-    return state._replace(pool=pool)
+    chunk = rows, tokens, positions, None
+    _, pool = forward(params.target, program.model, program.pool, *chunk, state.pool, state.sequences)
+    draft_pool = state.draft_pool
+    if program.draft_pool is not None:
+        model = program.drafter.model
+        _, draft_pool = forward(params.draft, model, program.draft_pool, *chunk, draft_pool, state.sequences)
+    return state._replace(pool=pool, draft_pool=draft_pool)
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
@@ -189,7 +200,9 @@ def one_round(params: Models, program: Program, state: DecodeState, output: Outp
     """Propose, forward on the tree, verify, commit: every method of speculation is this with another drafter."""
     drafter, progress, sequences = program.drafter, state.progress, state.sequences
     view = View(sequences, progress, _of_active(state.sampling, progress.active), state.history)
-    proposal, drafter_state, draft_pool = drafter.propose(params.draft, state.drafter, state.draft_pool, view)
+    proposal, drafter_state, draft_pool = drafter.propose(
+        params.draft, state.drafter, state.draft_pool, view, program.draft_pool
+    )
     proposal = proposal._replace(valid=proposal.valid & progress.active[:, None])
     choices = [partial(_decide, params.target, program, width, view, proposal) for width in drafter.widths]
     verdict, logprobs, pool = _run_one(choices, _narrowest(drafter, proposal), state.pool)

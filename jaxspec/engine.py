@@ -18,9 +18,10 @@ from jaxspec.host.scheduler import Scheduler
 from jaxspec.kv.formats import get_format
 from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.loading import LoadedModel
+from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import stack_layers
 from jaxspec.sampling import sampling_row
-from jaxspec.types import Models, Output
+from jaxspec.types import Models, Output, Params
 from pallas_kernels import Rows
 
 CHUNK = 64
@@ -38,10 +39,9 @@ class Engine:
         self.tokenizer, self.spec, self.config = loaded.tokenizer, loaded.spec, config
         self.max_context = _context(config, loaded.spec.max_context)
         drafter, draft_params = get_drafter(config, loaded)
-        pool, self._table_width = _pool(config, loaded.spec, self.max_context + drafter.tree.size)
+        pool, self._table_width = _pool(config, loaded.spec, drafter.model, self.max_context + drafter.tree.size)
         self.program = Program(loaded.spec, pool, drafter)
-        target = loaded.params if jax.default_backend() == "cpu" else stack_layers(loaded.params)
-        self.params = Models(target, draft_params)
+        self.params = Models(_laid_out(loaded.params), _laid_out(draft_params))
         self.scheduler = Scheduler(pool.num_pages, pool.page_size, drafter.tree.size, config.max_batch)
         self._buckets = [b for b in BATCH_BUCKETS if b < config.max_batch] + [config.max_batch]
         self._batch = 0
@@ -223,15 +223,21 @@ def _context(config: EngineConfig, trained: int) -> int:
     return config.max_context or trained
 
 
-def _pool(config: EngineConfig, spec, slots: int) -> tuple[PoolSpec, int]:
+def _laid_out(params: Params) -> Params:
+    """Layers one by one on the CPU, where a scan would copy each; stacked elsewhere."""
+    return params if jax.default_backend() == "cpu" or not params else stack_layers(params)
+
+
+def _pool(config: EngineConfig, spec: ModelSpec, draft: ModelSpec | None, slots: int) -> tuple[PoolSpec, int]:
     """The pool that kv_memory pays for, no larger than a full batch can use, and the width of the page table."""
     page = config.page_size or (64 if jax.default_backend() == "cpu" else 128)
     width = -(-slots // page)
-    pool = PoolSpec(get_format(config.kv_dtype), spec.num_layers, 1, page, spec.num_kv_heads, spec.head_dim)
-    pages = min(int(config.kv_memory * 2**30) // pool.page_bytes, config.max_batch * width)
+    storage, models = get_format(config.kv_dtype), [spec] if draft is None else [spec, draft]
+    page_bytes = sum(PoolSpec(storage, m.num_layers, 1, page, m.num_kv_heads, m.head_dim).page_bytes for m in models)
+    pages = min(int(config.kv_memory * 2**30) // page_bytes, config.max_batch * width)
     if pages < 1:
         raise CapacityError(
             f"kv_memory {config.kv_memory:g} GiB is less than one page: {page} tokens take "
-            f"{pool.page_bytes / 2**20:.1f} MiB; raise kv_memory or lower page_size"
+            f"{page_bytes / 2**20:.1f} MiB; raise kv_memory or lower page_size"
         )
-    return PoolSpec(pool.format, spec.num_layers, pages, page, spec.num_kv_heads, spec.head_dim), width
+    return PoolSpec(storage, spec.num_layers, pages, page, spec.num_kv_heads, spec.head_dim), width

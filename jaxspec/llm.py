@@ -13,7 +13,7 @@ from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.host.request import CompletionOutput, RequestOutput
-from jaxspec.models.loading import load_model
+from jaxspec.models.loading import LoadedModel, load_model
 from jaxspec.models.loading.wheel import cache_folder
 
 Message = dict[str, Any]
@@ -31,8 +31,7 @@ class LLM:
             config = msgspec.convert({"model": model, **options}, EngineConfig)
         except msgspec.ValidationError as error:
             raise ConfigError(f"engine options: {error}") from error
-        _keep_compiled_programs()
-        loaded = load_model(config.model, _weights(config.weights))
+        loaded = load(config)
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(loaded, config)
 
@@ -100,6 +99,12 @@ class LLM:
                 speed = tokens / max(bar.get_time() - start, 1e-9)
                 bar.update(task, description=f"generating, {speed:.0f} tok/s")
         return done
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    """The model of a configuration, its weights in the type asked for; compiled programs are kept from here on."""
+    _keep_compiled_programs()
+    return load_model(config.model, _weights(config.weights))
 
 
 def _weights(name: str) -> str:

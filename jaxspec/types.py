@@ -161,6 +161,8 @@ class Drafter(NamedTuple):
     admit: Callable[..., Any]
     """`(state, row, prompt, length) -> state` when a request takes a row; `prompt` is padded."""
     propose: Callable[..., tuple[Proposal, Any, dict[str, Array]]]
-    """`(params, state, pool, view) -> (Proposal, state, pool)`."""
+    """`(params, state, pool, view, pool_spec) -> (Proposal, state, pool)`."""
     observe: Callable[..., Any]
     """`(state, proposal, verdict, emitted) -> state` after verification; `emitted` [B] tokens of the verdict count."""
+    model: Any = None
+    """The ModelSpec of the model that drafts, where one does: it has a pool, which prompts are written to as well."""

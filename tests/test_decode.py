@@ -44,7 +44,7 @@ def scripted(tree: Tree, script: np.ndarray, wrong: float, widths: tuple[int, ..
     silent = jnp.asarray(rng.random((97, tree.size)) < 0.1)
     depth = jnp.asarray(tree.depths[1:], jnp.int32)
 
-    def propose(params, state, pool, view):
+    def propose(params, state, pool, view, pool_spec):
         progress = view.progress
         ahead = progress.ordinal[:, None] + depth - 1
         right = jnp.take_along_axis(table, ahead, axis=1)

@@ -5,38 +5,52 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jaxtyping import Array, Int
 
 from jaxspec import decode
 from jaxspec.config import SamplingParams
 from jaxspec.decode import Program
 from jaxspec.engine import Engine
+from jaxspec.kv.pool import Pool
 from jaxspec.sampling import sampling_row
 from jaxspec.tree import Tree
 from jaxspec.types import DecodeState, Drafter, Models, Proposal, Verdict, View
 
 ROUNDS = 8
-"""Rounds of one timing."""
+"""Rounds of one timing. As many before it are not timed: a drafter that adapts its length settles in them."""
 
 
 class Costs(NamedTuple):
     """Costs of a drafter, in plain steps of the same batch."""
 
     draft: float
-    """Proposing and observing, once."""
+    """Proposing and observing, once, where that costs the same whatever it comes to."""
+    each: float
+    """Every drafted token, where a model drafts one after the other."""
     verify: dict[int, float]
     """Forward, verification and commit of a row of so many tokens."""
     nodes: int
     """Tokens that a round drafts at most."""
 
-    def width(self, drafted: int) -> int:
-        """Tokens of the verify row of a round with so many drafts."""
-        return next(width for width in sorted(self.verify) if width > drafted)
+    def drafting(self, drafted: int) -> float:
+        """Cost of drafting so many tokens."""
+        return self.draft + self.each * drafted
+
+    def verifying(self, drafted: int) -> float:
+        """Cost of verifying so many tokens, which is that of the least row that holds them."""
+        return self.verify[min(width for width in self.verify if width > drafted)]
+
+
+class Timing(NamedTuple):
+    seconds: float
+    drafted: int
+    """Tokens, over all rounds."""
 
 
 def measure_costs(
@@ -50,7 +64,7 @@ def measure_costs(
     engine = next(iter(engines.values()))
     params = msgspec.structs.replace(params, stop_token_ids=[])
     trees = {Tree(), *(e.program.drafter.tree.prefix(w) for e in engines.values() for w in e.program.drafter.widths)}
-    timers: dict[Tree | str, Callable[[], float]] = {
+    timers: dict[Tree | str, Callable[[], Timing]] = {
         tree: _timer(engine, _fixed(tree), batch, context, params, _verify_rounds) for tree in trees
     }
     timers |= {
@@ -60,23 +74,26 @@ def measure_costs(
     }
     for timer in timers.values():
         timer()
-    ratios: dict[Tree | str, list[float]] = {what: [] for what in timers}
-    for _ in range(repeats):
-        seconds = {what: timer() for what, timer in timers.items()}
-        for what, listed in ratios.items():
-            listed.append(seconds[what] / seconds[Tree()])
-    cost = {what: statistics.median(listed) for what, listed in ratios.items()}
-    return {name: _costs_of(name, e.program.drafter, cost) for name, e in engines.items()}
+    turns = [{what: timer() for what, timer in timers.items()} for _ in range(repeats)]
+    cost = {what: statistics.median(turn[what].seconds / turn[Tree()].seconds for turn in turns) for what in timers}
+    drafted = {what: turns[-1][what].drafted / ROUNDS for what in timers}
+    return {
+        name: _costs(e.program.drafter, cost.get(name, 0.0), drafted.get(name, 0.0), cost)
+        for name, e in engines.items()
+    }
 
 
-def _costs_of(name: str, drafter: Drafter, cost: dict[Tree | str, float]) -> Costs:
-    return Costs(cost.get(name, 0.0), {w: cost[drafter.tree.prefix(w)] for w in drafter.widths}, drafter.tree.size)
+def _costs(drafter: Drafter, drafting: float, drafted: float, cost: dict[Tree | str, float]) -> Costs:
+    verify = {width: cost[drafter.tree.prefix(width)] for width in drafter.widths}
+    if drafter.model is None:
+        return Costs(drafting, 0.0, verify, drafter.tree.size)
+    return Costs(0.0, drafting / max(drafted, 1.0), verify, drafter.tree.size)
 
 
 def _fixed(tree: Tree) -> Drafter:
     """Drafts token 0 at every node, whatever the text."""
 
-    def propose(params, state: tuple, pool: dict, view: View) -> tuple[Proposal, tuple, dict]:
+    def propose(params, state: tuple, pool: Pool, view: View, pool_spec) -> tuple[Proposal, tuple, Pool]:
         shape = (view.progress.token.shape[0], tree.size)
         return Proposal(jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool)), state, pool
 
@@ -96,11 +113,11 @@ def _timer(
     batch: int,
     context: int,
     params: SamplingParams,
-    rounds: Callable[[Program, Models, DecodeState], DecodeState],
-) -> Callable[[], float]:
-    """A function that sets up `batch` rows of `context` tokens and returns the seconds that ROUNDS rounds take."""
+    rounds: Callable[[Program, Models, DecodeState], tuple[DecodeState, Any]],
+) -> Callable[[], Timing]:
+    """A function that sets up `batch` rows of `context` tokens and times ROUNDS rounds."""
     page = engine.program.pool.page_size
-    row_pages = -(-(context + (ROUNDS + 1) * drafter.tree.width) // page)
+    row_pages = -(-(context + (2 * ROUNDS + 1) * drafter.tree.width) // page)
     table_width = max(row_pages, -(-(engine.max_context + drafter.tree.size) // page))
     program = replace(
         engine.program,
@@ -119,31 +136,39 @@ def _timer(
             state = decode.admit(state, np.int32(row), pages, prompt, np.int32(context), sampling, program=program)
         return jax.block_until_ready(decode.set_active(state, np.ones(batch, bool)))
 
-    def seconds() -> float:
-        state = set_up()
+    def time_rounds() -> Timing:
+        state = jax.block_until_ready(rounds(program, engine.params, set_up())[0])
         start = time.perf_counter()
-        jax.block_until_ready(rounds(program, engine.params, state))
-        return time.perf_counter() - start
+        _, drafted = jax.block_until_ready(rounds(program, engine.params, state))
+        return Timing(time.perf_counter() - start, int(drafted))
 
-    return seconds
+    return time_rounds
 
 
-def _verify_rounds(program: Program, params: Models, state: DecodeState) -> DecodeState:
-    return decode.run(params, state, np.int32(ROUNDS), np.int32(1), program=program)[0]
+def _verify_rounds(program: Program, params: Models, state: DecodeState) -> tuple[DecodeState, int]:
+    return decode.run(params, state, np.int32(ROUNDS), np.int32(1), program=program)[0], 0
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
-def _draft_rounds(program: Program, params: Models, state: DecodeState) -> DecodeState:
-    """Rounds without the target. Each emits a token that is made of all drafts, so that none is optimised away."""
+def _draft_rounds(program: Program, params: Models, state: DecodeState) -> tuple[DecodeState, Int[Array, ""]]:
+    """Rounds without the target, in which every draft is accepted; also counts the drafts of the longest row.
+
+    Each emits one token that is made of all the drafts, so that none is optimised away.
+    """
     drafter, path = program.drafter, program.max_emitted
     one = jnp.ones_like(state.progress.token)
 
-    def body(_, state: DecodeState) -> DecodeState:
+    def body(_, carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+        state, drafted = carry
         view = View(state.sequences, state.progress, state.sampling, state.history)
-        proposal, drafter_state, draft_pool = drafter.propose(params.draft, state.drafter, state.draft_pool, view)
+        proposal, drafter_state, draft_pool = drafter.propose(
+            params.draft, state.drafter, state.draft_pool, view, program.draft_pool
+        )
         token = jnp.sum(proposal.tokens, axis=1, keepdims=True) % program.model.valid_vocab
         tokens = jnp.broadcast_to(token, (one.shape[0], path))
-        verdict = Verdict(tokens, jnp.zeros_like(tokens), one, one > 0)
-        return state._replace(drafter=drafter.observe(drafter_state, proposal, verdict, one), draft_pool=draft_pool)
+        count = jnp.sum(proposal.valid, axis=1)
+        verdict = Verdict(tokens, jnp.zeros_like(tokens), jnp.minimum(count + 1, path), one > 0)
+        drafter_state = drafter.observe(drafter_state, proposal, verdict, one)
+        return state._replace(drafter=drafter_state, draft_pool=draft_pool), drafted + jnp.max(count)
 
-    return jax.lax.fori_loop(0, ROUNDS, body, state)
+    return jax.lax.fori_loop(0, ROUNDS, body, (state, jnp.int32(0)))

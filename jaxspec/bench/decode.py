@@ -15,8 +15,7 @@ from jaxspec.drafters import drafter_names
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError, JaxspecError, RequestError
 from jaxspec.host.request import CompletionOutput
-from jaxspec.llm import _keep_compiled_programs, _weights
-from jaxspec.models.loading import load_model
+from jaxspec.llm import load
 
 
 class Group(NamedTuple):
@@ -51,8 +50,7 @@ def build_engines(config: EngineConfig, drafters: Sequence[str]) -> dict[str, En
     for name in drafters:
         if name not in drafter_names():
             raise ConfigError(f"no drafter named {name!r} (there are: {', '.join(drafter_names())})")
-    _keep_compiled_programs()
-    loaded = load_model(config.model, _weights(config.weights))
+    loaded = load(config)
     return {name: Engine(loaded, msgspec.structs.replace(config, drafter=name)) for name in drafters}
 
 
@@ -65,14 +63,19 @@ def grouped(questions: Sequence[Question], batch: int) -> list[Group]:
     return groups
 
 
-def answer(engine: Engine, group: Group, params: SamplingParams) -> Answers:
-    """Answer a group on an idle engine whose batch holds it. RequestError names a question that cannot be served."""
-    outputs: dict[str, CompletionOutput] = {}
+def submit(engine: Engine, group: Group, params: SamplingParams) -> None:
+    """Queue the questions of a group under their places in it. RequestError names one that cannot be served."""
     for index, question in enumerate(group.questions):
         try:
             engine.add_chat(str(index), [{"role": "user", "content": question.turns[0]}], params)
         except JaxspecError as error:
             raise RequestError(f"question {question.question_id}: {error}") from error
+
+
+def answer(engine: Engine, group: Group, params: SamplingParams) -> Answers:
+    """Answer a group on an idle engine whose batch holds it."""
+    outputs: dict[str, CompletionOutput] = {}
+    submit(engine, group, params)
     while engine.has_work:
         for news in engine.step():
             if news.finished is not None:
@@ -86,9 +89,13 @@ def answer(engine: Engine, group: Group, params: SamplingParams) -> Answers:
 
 
 def warm_up(engines: dict[str, Engine], groups: Sequence[Group], params: SamplingParams) -> None:
-    """Compile what the groups need: answers one group of each size."""
-    for group in {len(group.questions): group for group in groups}.values():
-        for engine in engines.values():
+    """Compile what the groups need, by answering one of each size; RequestError first where any cannot be served."""
+    for engine in engines.values():
+        for group in groups:
+            submit(engine, group, params)
+            for index in range(len(group.questions)):
+                engine.abort(str(index))
+        for group in {len(group.questions): group for group in groups}.values():
             answer(engine, group, params)
 
 

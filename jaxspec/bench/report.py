@@ -1,6 +1,7 @@
 """From measured answers to figures: rows, a table, a plot."""
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -45,7 +46,7 @@ def _row(category: str, name: str, repeats: list[list[Turn]], costs: Costs) -> R
     rounds = [r for output in outputs for r in output.rounds]
     drafted = sum(r.drafted for r in rounds)
     tau = tokens / len(rounds)
-    verify = verify_cost(answers, costs)
+    draft, verify = step_costs(answers, costs)
     expected = [ids for turn in repeats[-1] for ids in turn[base].token_ids]
     return {
         "drafter": name,
@@ -57,9 +58,9 @@ def _row(category: str, name: str, repeats: list[list[Turn]], costs: Costs) -> R
         "acceptance_rate": sum(r.accepted for r in rounds) / drafted if drafted else 0.0,
         "acceptance_by_position": acceptance_by_position(rounds),
         "speedup": statistics.median(_speed(repeat, name) / _speed(repeat, base) for repeat in repeats),
-        "draft_cost": costs.draft,
+        "draft_cost": draft,
         "verify_cost": verify,
-        "predicted_speedup": tau / (costs.draft + verify),
+        "predicted_speedup": tau / (draft + verify),
         "leviathan_speedup": leviathan(rounds, costs),
         "same_text": sum(a.token_ids == b for a, b in zip(outputs, expected, strict=True)) / len(outputs),
     }
@@ -70,22 +71,30 @@ def _speed(repeat: list[Turn], name: str) -> float:
 
 
 def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
-    """For each i from 1: the share of rounds with at least i drafts that accepted the i-th."""
+    """For each i from 1: the share of rounds with at least i drafts that accepted the i-th.
+
+    Drafts past the end of the text count as not drafted here.
+    """
     shares = []
-    for i in range(1, max((r.drafted for r in rounds), default=0) + 1):
-        offered = [r for r in rounds if r.drafted >= i]
+    for i in range(1, max(map(_judged, rounds), default=0) + 1):
+        offered = [r for r in rounds if _judged(r) >= i]
         shares.append(sum(r.accepted >= i for r in offered) / len(offered))
     return shares
 
 
-def verify_cost(answers: Sequence[Answers], costs: Costs) -> float:
-    """Mean cost of the verify steps: a step is as wide as the longest draft of its batch."""
-    steps = [
-        costs.verify[costs.width(max(r.drafted for r in step if r))]
+def _judged(r: Round) -> int:
+    """Drafts that the text did not end before: all, unless it ended with an accepted one."""
+    return r.accepted if r.accepted == r.emitted else r.drafted
+
+
+def step_costs(answers: Sequence[Answers], costs: Costs) -> tuple[float, float]:
+    """Mean costs of drafting and of verifying a step; a step is as long as the longest draft of its batch."""
+    drafts = [
+        max(r.drafted for r in step if r)
         for answer in answers
         for step in zip_longest(*(output.rounds for output in answer.outputs))
     ]
-    return statistics.mean(steps)
+    return statistics.mean(map(costs.drafting, drafts)), statistics.mean(map(costs.verifying, drafts))
 
 
 def leviathan(rounds: Sequence[Round], costs: Costs) -> float:
@@ -94,17 +103,19 @@ def leviathan(rounds: Sequence[Round], costs: Costs) -> float:
     a is the chance that a draft is accepted where those before it were, c the cost of one draft, g the drafts of a
     round: where g varies, tokens and costs are summed over the rounds. Verification costs a plain step here.
     """
-    trials = sum(min(r.accepted + 1, r.drafted) for r in rounds)
+    trials = sum(min(r.accepted + 1, _judged(r)) for r in rounds)
     if not trials:
         return 1.0
     a = sum(r.accepted for r in rounds) / trials
-    c = costs.draft / costs.nodes
+    c = costs.drafting(costs.nodes) / costs.nodes
     return sum(a**i for r in rounds for i in range(r.drafted + 1)) / sum(r.drafted * c + 1 for r in rounds)
 
 
 def make_table(rows: Sequence[Row], costs: dict[str, Costs], title: str) -> Table:
     """The rows as people read them."""
-    table = Table(title=title, caption=_caption(rows, costs), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, caption=_caption(rows, costs), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left"
+    )
     for name in ("category", "drafter"):
         table.add_column(name, no_wrap=True)
     for name in ("tok/s", "speedup", "τ", "accepted", "predicted", "Leviathan"):
@@ -134,23 +145,25 @@ def _caption(rows: Sequence[Row], costs: dict[str, Costs]) -> str:
         widths = ", ".join(f"{width} tokens {factor:.2f}" for width, factor in cost.verify.items())
         shares = " ".join(f"{share:.0%}" for share in row["acceptance_by_position"]) or "none drafted"
         lines += [
-            f"{name}, in plain steps: drafting {cost.draft:.3f}, verifying {widths}",
+            f"{name}, in plain steps: drafting {row['draft_cost']:.3f}, verifying {widths}",
             f"{name}, all: accepted by position {shares}; {row['same_text']:.0%} of the texts as {rows[0]['drafter']}",
         ]
     return "\n".join(lines)
 
 
-def require_plots() -> None:
-    """ConfigError where matplotlib is missing: better said before a long run than after it."""
+def check_plot(path: Path) -> None:
+    """ConfigError where matplotlib is missing or does not know the kind of file."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'jaxspec[plots]'") from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().lstrip(".") not in known:
+        raise ConfigError(f"--plot {path}: the name must end in one of .{', .'.join(known)}")
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Speedups as bars, grouped by category. ConfigError for a format that matplotlib does not know."""
-    require_plots()
+    """Speedups as bars, grouped by category."""
     from matplotlib.figure import Figure
 
     categories = list(dict.fromkeys(row["category"] for row in rows))
@@ -166,9 +179,6 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
     axes.set_ylabel(f"speedup over {drafters[0]}")
-    axes.set_title(title, fontsize=9)
+    axes.set_title(textwrap.fill(title, 80), fontsize=8)
     axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
+    figure.savefig(path, dpi=150)

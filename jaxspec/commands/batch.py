@@ -22,8 +22,19 @@ from jaxspec.host.request import CompletionOutput
 if TYPE_CHECKING:
     import jaxspec.engine
 
-# What decides how fast a text comes, and not which text comes.
-PACE = ("max_batch", "kv_memory", "page_size")
+# What decides how fast a text comes, and not which text comes: verification gives plain decoding's text.
+PACE = {
+    "max_batch",
+    "kv_memory",
+    "page_size",
+    "drafter",
+    "draft_tokens",
+    "draft_adaptive",
+    "draft_model",
+    "draft_layers",
+    "ngram_max",
+    "ngram_min",
+}
 
 
 class Job(NamedTuple):

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -40,10 +39,12 @@ def decode(
         int | None, typer.Option(min=1, metavar="N", help="Only the first N questions of each category.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measured answers to each question.")] = 5,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of an answer at most.")] = 128,
+    max_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of an answer at most. Default: 128.")
+    ] = None,
     max_batch: Annotated[
-        int, typer.Option("--batch", metavar="N", help="Questions of a category answered at once.")
-    ] = 1,
+        int | None, typer.Option("--batch", metavar="N", help="Questions of a category answered at once. Default: 1.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the rows of the table, and more, to a file.")
     ] = None,
@@ -57,8 +58,8 @@ def decode(
     """Compare the decoding speed of drafters on the same questions.
 
     Every question is asked `--repeats` times of every drafter, in turns; only decode time counts, from the first round
-    to the last token. τ is tokens a round. Predicted is τ over the measured costs of drafting and verifying; Leviathan's
-    formula has verification cost a plain step. Ctrl-C prints what is measured so far.
+    to the last token. τ is tokens a round. Predicted is τ over the measured costs of drafting and verifying; in
+    Leviathan's formula verification costs a plain step. Ctrl-C prints what is measured so far.
 
     Examples:
 
@@ -66,21 +67,19 @@ def decode(
 
     - `jaxspec bench decode --drafter none,ngram --categories summarization,rag --json rows.json --plot speedup.png`
     """
-    settings = read_settings(config, options | {"drafter": "none", "max_tokens": max_tokens, "max_batch": max_batch})
+    own = {"drafter": "none", "max_tokens": max_tokens, "max_batch": max_batch}
+    settings = read_settings(config, options | own, max_tokens=128, max_batch=1, seed=0)
     if settings.sampling.n != 1:
         raise ConfigError("bench takes one sample of each question: leave out --n")
-    if settings.sampling.seed is None:
-        settings = DecodeConfig(engine=settings.engine, sampling=msgspec.structs.replace(settings.sampling, seed=0))
-    drafters, wanted = _names(drafter), _names(categories) if categories else []
+    drafters = _names(drafter)
     if not drafters:
         raise ConfigError("--drafter needs a name, such as none,ngram")
-    questions = choose(read_questions(prompts), wanted, limit_per_category)
+    questions = choose(read_questions(prompts), _names(categories or ""), limit_per_category)
+    _check_files(json_file, plot_file)
     from jaxspec.bench import report
     from jaxspec.bench.decode import grouped
 
-    if plot_file is not None:
-        report.require_plots()
-    groups, code = grouped(questions, max_batch), 0
+    groups, code = grouped(questions, settings.engine.max_batch), 0
     turns: list[list[Any]] = []
     costs: dict[str, Any] = {}
     try:
@@ -97,6 +96,17 @@ def decode(
         if plot_file is not None:
             report.plot(rows, title, plot_file)
     return code
+
+
+def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
+    """ConfigError where they could not be written: better said before a long run than after it."""
+    for file in (json_file, plot_file):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
+    if plot_file is not None:
+        from jaxspec.bench.report import check_plot
+
+        check_plot(plot_file)
 
 
 def _names(text: str) -> list[str]:

@@ -53,6 +53,8 @@ ENGINE = {
     "drafter": Flag(str, "Who drafts tokens for the model to check: ngram copies from the text; none decodes plainly."),
     "draft_tokens": Flag(int, "Tokens drafted a round at most."),
     "draft_adaptive": Flag(bool, "Draft fewer, or none, where a request's own drafts keep being rejected."),
+    "draft_model": Flag(str, "draft_model: the model that drafts, given like --model; of the same vocabulary."),
+    "draft_layers": Flag(int, "layer_skip: first layers of the model that draft; a third of them if not given."),
     "ngram_max": Flag(int, "ngram: look up where up to this many of the last tokens stood before."),
     "ngram_min": Flag(int, "ngram: draft nothing where fewer than this many of the last tokens stood before."),
     "weights": Flag(str, "auto, float32 or bfloat16; auto is float32 on the CPU, bfloat16 elsewhere."),
@@ -109,12 +111,16 @@ def with_engine_and_sampling(command: Callable[..., int | None]) -> Callable[...
     return wrapped
 
 
-def read_settings(config: str | None, options: dict[str, Any]) -> DecodeConfig:
-    """Flags over the configuration over the defaults. Raises ConfigError or RequestError for what cannot work."""
-    engine, sampling = {}, {}
+def read_settings(config: str | None, options: dict[str, Any], **defaults: Any) -> DecodeConfig:
+    """Flags over the configuration over a command's own defaults over those of all.
+
+    Raises ConfigError or RequestError for what cannot work.
+    """
+    engine, sampling = _given(ENGINE, defaults), _given(SAMPLING, defaults)
     if config is not None:
         path = Path(config) if config.endswith(".toml") else find_config("decode", config)
-        engine, sampling = _read_config(path)
+        own_engine, own_sampling = _read_config(path)
+        engine, sampling = engine | own_engine, sampling | own_sampling
     engine |= _given(ENGINE, options)
     sampling |= _given(SAMPLING, options)
     if isinstance(sampling.get("logit_bias"), list):

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.spec import ModelSpec
+
 MEMORY = 0.8
 """Weight of a round's evidence after each further round."""
 PRIOR_HITS, PRIOR_TRIALS = 1.2, 2.0
@@ -41,10 +43,21 @@ def step_cost(width: int) -> float:
     return next((cost for tokens, cost in sorted(table.items()) if tokens >= width), 1.0 + 0.1 * width / 8)
 
 
-def best_length(pace: Pace, widths: tuple[int, ...]) -> Int[Array, "B"]:
+def row_widths(count: int, adaptive: bool) -> tuple[int, ...]:
+    """Verify rows for up to `count` drafted tokens: none, all, and a few if the length may adapt."""
+    return tuple(sorted({1, min(4, count + 1), count + 1})) if adaptive else (1, count + 1)
+
+
+def relative_cost(draft: ModelSpec, target: ModelSpec) -> float:
+    """Time to draft a token over a plain step, as the ratio of the weights that each must read."""
+    return draft.weight_count / target.weight_count
+
+
+def best_length(pace: Pace, widths: tuple[int, ...], draft_cost: float = 0.0) -> Int[Array, "B"]:
     """The draft length, of those that fill a width, with the most expected tokens a unit of time."""
     rate = (pace.hits + PRIOR_HITS) / (pace.trials + PRIOR_TRIALS)
-    gains = [sum(rate**i for i in range(width)) / (step_cost(width) if width > 1 else 1.0) for width in widths]
+    costs = [step_cost(width) + draft_cost * (width - 1) if width > 1 else 1.0 for width in widths]
+    gains = [sum(rate**i for i in range(width)) / cost for width, cost in zip(widths, costs, strict=True)]
     return jnp.asarray(widths)[jnp.argmax(jnp.stack(jnp.broadcast_arrays(*gains)), axis=0)] - 1
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import _pace
+from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.loading import LoadedModel
 from jaxspec.tree import Tree
 from jaxspec.types import Drafter, Params, Proposal, Verdict, View
@@ -27,9 +28,11 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
 
 def prompt_lookup(count: int, adaptive: bool, longest: int, shortest: int) -> Drafter:
     """Drafts `count` tokens after the longest match, of equals the most recent; fewer, if adaptive, after bad luck."""
-    widths = tuple(sorted({1, min(4, count + 1), count + 1})) if adaptive else (1, count + 1)
+    widths = _pace.row_widths(count, adaptive)
 
-    def propose(params: Params, state: State, pool: dict, view: View) -> tuple[Proposal, State, dict]:
+    def propose(
+        params: Params, state: State, pool: Pool, view: View, pool_spec: PoolSpec | None
+    ) -> tuple[Proposal, State, Pool]:
         end, found = _longest_match(state, longest, shortest)
         # A match that reaches the end of the text goes on with its own drafts: text that repeats keeps repeating.
         period = jnp.maximum(state.length - 1 - end, 1)[:, None]

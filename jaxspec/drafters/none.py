@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from jaxspec.config import EngineConfig
+from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.loading import LoadedModel
 from jaxspec.tree import Tree
 from jaxspec.types import Drafter, Params, Proposal, View
@@ -13,7 +14,9 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     return NONE, {}
 
 
-def _propose(params: Params, state: tuple, pool: dict, view: View) -> tuple[Proposal, tuple, dict]:
+def _propose(
+    params: Params, state: tuple, pool: Pool, view: View, pool_spec: PoolSpec | None
+) -> tuple[Proposal, tuple, Pool]:
     batch = view.progress.token.shape[0]
     return Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), bool)), state, pool
 

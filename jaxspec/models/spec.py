@@ -29,6 +29,13 @@ class ModelSpec:
     mlp_bias: bool = False
 
     @property
+    def weight_count(self) -> int:
+        """Numbers in the matrices that a decode step reads, the output projection included."""
+        heads = self.num_heads + 2 * self.num_kv_heads + self.num_heads
+        layer = self.embed_dim * (heads * self.head_dim + 3 * self.mlp_dim)
+        return self.num_layers * layer + self.vocab_size * self.embed_dim
+
+    @property
     def group(self) -> int:
         """Query heads that share one key/value head (1 is MHA, `num_heads` is MQA)."""
         return self.num_heads // self.num_kv_heads

@@ -51,6 +51,11 @@ class Tokenizer:
         not supported, or the key that is missing."""
         return cls(backend_from_gguf(metadata))
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id, added tokens included."""
+        return self._backend.get_vocab()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens written out in the text become their ids; `add_special_tokens`
         adds what the model frames a text with (a BOS for Llama, nothing for SmolLM2). A rendered chat template holds

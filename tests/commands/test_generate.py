@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,6 +105,53 @@ def test_a_prompt_that_does_not_fit_is_named(run):
     assert (code, out) == (2, "")
     assert err.startswith("error: prompt 2: ")
     assert err.count("\n") == 1
+
+
+COPY = "the sea the sea the sea the sea the sea"
+GREEN, RED, CYAN, END = "\x1b[32m", "\x1b[31m", "\x1b[36m", "\x1b[0m"
+
+
+def uncoloured(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+@pytest.mark.parametrize("prompts", [[COPY], [COPY, "she sells"]])
+def test_speculation_in_colour(run, monkeypatch, prompts):
+    # Random weights repeat nothing: a coin that decides between two letters does.
+    coin = ["--temperature", "1", "--seed", "5", "--logit-bias", "70:99", "--logit-bias", "71:99"]
+    options = ["--raw", "--drafter", "ngram", "--no-draft-adaptive", "--draft-tokens", "2", *coin]
+    told, plain = run(*options, "--json", *prompts)[1], run(*options, *prompts)[1]
+    stats = [json.loads(line)["stats"] for line in told.splitlines()]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    code, out, err = run(*options, "--show-speculation", *prompts)
+    assert code == 0
+    assert uncoloured(out) == plain
+    assert GREEN in out
+    legend = uncoloured(err).partition("tokens: ")[2].splitlines()[0]
+    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (\w+)", legend)}
+    assert set(counts) == {"accepted", "corrected", "bonus", "plain"}
+    assert sum(counts.values()) == 12 * len(prompts)
+    assert counts["accepted"] > 0
+    # Every round emits one token that was not accepted, unless it is the last and was cut off.
+    rounds = sum(s["steps"] for s in stats)
+    assert rounds - len(prompts) <= counts["corrected"] + counts["bonus"] + counts["plain"] <= rounds
+    assert (RED in out) == (counts["corrected"] > 0)
+    assert (CYAN in out) == (counts["bonus"] > 0)
+    assert "note:" not in err
+
+
+def test_speculation_without_colours_says_so(run, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    options = ["--raw", "--drafter", "ngram", COPY]
+    code, out, err = run("--show-speculation", *options)
+    assert (code, out) == (0, run(*options)[1])
+    assert err.count("FORCE_COLOR=1") == 1
+    assert "tokens: " in err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out, err = run("--show-speculation", "--json", *options)[1:]
+    assert json.loads(out)["stats"]["tokens"] == 12
+    assert "not in JSON" in err
+    assert "no token was drafted" in run("--show-speculation", "--raw", "--drafter", "none", COPY)[2]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full to stand for a full disk")

@@ -36,6 +36,8 @@ def test_precedence(config):
     assert settings.sampling.logit_bias == {5: 1.5}
     assert settings.sampling.top_p == 1.0
     assert settings.engine.max_batch == 3
+    own = read_settings(path, {"top_k": 9}, top_k=5, top_p=0.5, max_batch=1, page_size=32)
+    assert (own.sampling.top_k, own.sampling.top_p, own.engine.max_batch, own.engine.page_size) == (9, 0.5, 3, 32)
     assert read_settings(path, {"logit_bias": ["9:-2", "8:1"]}).sampling.logit_bias == {9: -2.0, 8: 1.0}
 
 

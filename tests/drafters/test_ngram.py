@@ -37,7 +37,7 @@ def look_up(texts: jax.Array, lengths: jax.Array, key: tuple[int, int]):
     state = drafter.init(5, CONTEXT)
     for row in range(5):
         state = drafter.admit(state, jnp.int32(row), texts[row], lengths[row])
-    return drafter.propose({}, state, {}, view(progress()))[0]
+    return drafter.propose({}, state, {}, view(progress()), None)[0]
 
 
 def found(texts: list[list[int]], key: tuple[int, int]) -> list[list[int] | None]:
@@ -64,7 +64,7 @@ def test_output_is_searched_too_and_another_request_is_not() -> None:
     )
     silent = Proposal(jnp.zeros((5, 3), jnp.int32), jnp.zeros((5, 3), bool))
     state = drafter.observe(state, silent, verdict, jnp.asarray([3, 0, 0, 0, 0]))
-    proposal, _, _ = drafter.propose({}, state, {}, view(progress()))
+    proposal, _, _ = drafter.propose({}, state, {}, view(progress()), None)
     assert proposal.tokens[0].tolist() == [3, 4, 9]
     assert proposal.valid.tolist() == [[True] * 3, *[[False] * 3] * 4]
 

@@ -1,0 +1,106 @@
+"""Drafting with a smaller model of the same vocabulary: it writes its keys and values under the target's page ids."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec import noise
+from jaxspec.drafters import _pace
+from jaxspec.kv.pool import Pool, PoolSpec
+from jaxspec.models.spec import ModelSpec
+from jaxspec.models.transformer import forward, logits_of
+from jaxspec.sampling import draw
+from jaxspec.tree import Tree
+from jaxspec.types import Drafter, Params, Proposal, Verdict, View
+from pallas_kernels import Rows
+
+
+class State(NamedTuple):
+    """The last committed token and the one before it, and how the request's drafts have done."""
+
+    previous: Int[Array, "B"]
+    root: Int[Array, "B"]
+    pace: _pace.Pace
+
+
+def model_drafter(model: ModelSpec, target: ModelSpec, count: int, adaptive: bool) -> Drafter:
+    """Drafts a chain of `count` tokens, drawn with the target's own noise so that equal distributions draw alike."""
+    widths = _pace.row_widths(count, adaptive)
+    cost = _pace.relative_cost(model, target)
+
+    def propose(
+        params: Params, state: State, pool: Pool, view: View, pool_spec: PoolSpec
+    ) -> tuple[Proposal, State, Pool]:
+        batch = view.progress.token.shape[0]
+        wanted = _pace.best_length(state.pace, widths, cost) if adaptive else jnp.full(batch, count)
+        wanted = jnp.where(view.progress.active, wanted, 0)
+
+        def step(index, carry):
+            tokens, counts, pool = carry
+            hidden, pool = _next_hidden(params, model, pool_spec, state.previous, tokens, index, view, pool)
+            logits = _same_size(logits_of(params, model, hidden), target)
+            token = _draw(logits, counts, index, view)
+            counts = counts.at[jnp.arange(batch), 0, token].add(1)
+            return tokens.at[:, index].set(token), counts, pool
+
+        start = jnp.zeros((batch, count), jnp.int32), jnp.zeros((batch, 1, target.vocab_size), jnp.int32), pool
+        tokens, _, pool = jax.lax.fori_loop(0, jnp.max(wanted), step, start)
+        return Proposal(tokens, jnp.arange(count) < wanted[:, None]), state._replace(root=view.progress.token), pool
+
+    return Drafter(Tree.chain(count), widths, _init, _admit, propose, _observe, model)
+
+
+def _next_hidden(
+    params: Params, model: ModelSpec, pool_spec: PoolSpec, previous, tokens, index, view: View, pool: Pool
+) -> tuple[Float[Array, "B 1 E"], Pool]:
+    """The draft model's hidden state after the root and `index` drafted tokens.
+
+    Every step runs the last two tokens: when all drafts were accepted, the last of them has no key and value here yet.
+    """
+    progress, length = view.progress, view.sequences.length[0]
+    batch = progress.token.shape[0]
+    known = jnp.concatenate([previous[:, None], progress.token[:, None], tokens], axis=1)
+    pair = jax.lax.dynamic_slice_in_dim(known, index, 2, axis=1)
+    # A request of one token has no token before it: its first row starts with the root.
+    lonely = (length + index == 0)[:, None]
+    pair = jnp.where(lonely, jnp.roll(pair, -1, axis=1), pair)
+    start = jnp.maximum(length + index - 1, 0)
+    count = jnp.where(progress.active, jnp.where(lonely[:, 0], 1, 2), 0)
+    first = jnp.maximum(view.sequences.position + index - 1, 0)
+    rows = Rows(jnp.arange(batch), start, count)
+    hidden, pool = forward(
+        params, model, pool_spec, rows, pair, first[:, None] + jnp.arange(2), None, pool, view.sequences
+    )
+    return jnp.where(lonely[..., None], hidden[:, :1], hidden[:, 1:]), pool
+
+
+def _draw(logits: Float[Array, "B 1 V"], counts, index, view: View) -> Int[Array, "B"]:
+    ordinal = view.progress.ordinal[:, None] + index
+    keys = noise.noise_keys(view.sampling.seed, view.sampling.sample, ordinal, noise.TARGET)
+    return draw(logits, view.sampling, view.history, counts, ordinal, keys)[0][:, 0]
+
+
+def _same_size(logits: Float[Array, "B 1 V"], target: ModelSpec) -> Float[Array, "B 1 V2"]:
+    """Logits over the target's vocabulary, whose padding may be of another length."""
+    short = max(0, target.vocab_size - logits.shape[-1])
+    padded = jnp.pad(logits, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
+    return padded[..., : target.vocab_size]
+
+
+def _init(batch: int, context: int) -> State:
+    return State(jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32), _pace.new_pace(batch))
+
+
+def _admit(state: State, row: Int[Array, ""], prompt: Int[Array, "S"], length: Int[Array, ""]) -> State:
+    before = prompt[jnp.maximum(length - 2, 0)]
+    return State(state.previous.at[row].set(before), state.root, _pace.restart(state.pace, row))
+
+
+def _observe(state: State, proposal: Proposal, verdict: Verdict, emitted: Int[Array, "B"]) -> State:
+    rows = jnp.arange(emitted.shape[0])
+    history = jnp.concatenate([state.previous[:, None], state.root[:, None], verdict.tokens], axis=1)
+    pace = _pace.learn(state.pace, jnp.sum(proposal.valid, axis=1), verdict.count - 1)
+    # Index `emitted` of (previous, root, emitted ...) is the token before the new root.
+    return State(history[rows, emitted], state.root, pace)
