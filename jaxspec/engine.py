@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec.config import EngineConfig, SamplingParams
-from jaxspec.decode import Finish, Program
 from jaxspec.drafters import get_drafter
 from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.host.output import Emitted, Transcript
@@ -20,6 +19,7 @@ from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.loading import LoadedModel
 from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import stack_layers
+from jaxspec.program import Finish, Program
 from jaxspec.sampling import sampling_row
 from jaxspec.types import Models, Output, Params
 from pallas_kernels import Rows

@@ -118,7 +118,7 @@ class Progress(NamedTuple):
     """Tokens emitted so far."""
     active: Bool[Array, "B"]
     finish: Int[Array, "B"]
-    """Why a row stopped: see `decode.Finish`."""
+    """Why a row stopped: see `program.Finish`."""
     steps: Int[Array, "B"]
     drafted: Int[Array, "B"]
     accepted: Int[Array, "B"]

@@ -9,12 +9,12 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec.config import SamplingParams
-from jaxspec.decode import Program
 from jaxspec.drafters.none import NONE
 from jaxspec.kv.formats import get_format
 from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import init_params
+from jaxspec.program import Program
 from jaxspec.sampling import sampling_row
 from jaxspec.types import Drafter, Models
 from pallas_kernels import Rows

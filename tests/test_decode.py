@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec import decode
 from jaxspec.config import SamplingParams
-from jaxspec.decode import Finish
+from jaxspec.program import Finish
 from jaxspec.tree import Tree
 from jaxspec.types import Drafter, Proposal
 from tests.driver import PAGE, SPEC, VOCAB, Job, decode_all, make_program, page_lists, random_params, table_width

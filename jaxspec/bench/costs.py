@@ -15,9 +15,9 @@ from jaxtyping import Array, Int
 
 from jaxspec import decode
 from jaxspec.config import SamplingParams
-from jaxspec.decode import Program
 from jaxspec.engine import Engine
 from jaxspec.kv.pool import Pool
+from jaxspec.program import Program
 from jaxspec.sampling import sampling_row
 from jaxspec.tree import Tree
 from jaxspec.types import DecodeState, Drafter, Models, Proposal, Verdict, View
