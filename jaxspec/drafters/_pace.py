@@ -17,7 +17,8 @@ MEMORY = 0.8
 PRIOR_HITS, PRIOR_TRIALS = 1.2, 2.0
 """Evidence that a new request starts with, and that fresh evidence is always mixed with."""
 STEP_COST = {"cpu": {2: 1.3, 4: 1.35, 8: 1.6, 16: 2.2}}
-"""Time of a verify step of so many tokens over a plain step, measured on SmolLM2-135M at batch 1; elsewhere about 1."""
+"""Time of a verify step of so many tokens over a plain step: rounded readings on SmolLM2-135M at batch 1, which vary by
+a tenth. Other backends are assumed to verify almost for free; nobody has measured that yet."""
 
 
 class Pace(NamedTuple):
