@@ -121,6 +121,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Tokens drafted a round at most."""
     draft_adaptive: bool = True
     """Draft fewer, or none, where a request's own drafts keep being rejected."""
+    draft_temperature: float | None = None
+    """draft_model, layer_skip: temperature of the drafts of sampled requests; None is the request's own."""
+    verify: str = "auto"
+    """rejection: most drafts are accepted; coupled: a seed gives the text of plain decoding; auto: rejection where a
+    drafter draws its drafts, as models do, else coupled, the only rule for drafts that are picked. Both are exact."""
     draft_model: str | None = None
     """draft_model: the model that drafts, given like `model`; it must have the same vocabulary."""
     draft_layers: int | None = None
@@ -148,6 +153,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for ok, what in (
             (self.max_batch >= 1, f"max_batch must be 1 or more, not {self.max_batch}"),
             (1 <= self.draft_tokens <= MAX_NODES, f"draft_tokens must be 1 to {MAX_NODES}, not {self.draft_tokens}"),
+            (
+                self.draft_temperature is None or MIN_TEMPERATURE <= self.draft_temperature < float("inf"),
+                f"draft_temperature must be at least {MIN_TEMPERATURE}, not {self.draft_temperature}",
+            ),
+            (
+                self.verify in ("auto", "coupled", "rejection"),
+                f"verify must be auto, coupled or rejection, not {self.verify!r}",
+            ),
             (
                 1 <= self.ngram_min <= self.ngram_max,
                 f"ngram_min must be 1 to ngram_max, not {self.ngram_min} of {self.ngram_max}",

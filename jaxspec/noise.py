@@ -6,6 +6,12 @@ from jaxtyping import Array, Float, Int, UInt32
 
 TARGET = 0
 """Purpose: the target's own draw of a token."""
+DRAFT = 1
+"""Purpose: a draft model's draw of a token that the rejection rule will judge."""
+ACCEPT = 2
+"""Purpose: the judgement of the drafts for one ordinal, a uniform number for each of the siblings."""
+RESIDUAL = 3
+"""Purpose: the draw that ends a round of the rejection rule."""
 
 
 def noise_keys(
@@ -28,10 +34,18 @@ def gumbel(keys: UInt32[Array, "*batch 2"], ids: Int[Array, "V"]) -> Float[Array
     Minus the logarithm of an exponential variate, which is drawn as -log(1 - u) so that the small ones, which
     decide, keep 32 bits of resolution.
     """
-    counter = ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
-    bits = _mix(_mix(counter + keys[..., :1]) ^ keys[..., 1:])
-    uniform = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
+    uniform = (_bits(keys, ids).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, jnp.float32(1 - 2.0**-24))))
+
+
+def uniform(keys: UInt32[Array, "*batch 2"], ids: Int[Array, "N"]) -> Float[Array, "*batch N"]:
+    """Numbers in [0, 1) of each id under each key, multiples of 2^-24."""
+    return (_bits(keys, ids) >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def _bits(keys: UInt32[Array, "*batch 2"], ids: Int[Array, "V"]) -> UInt32[Array, "*batch V"]:
+    counter = ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
+    return _mix(_mix(counter + keys[..., :1]) ^ keys[..., 1:])
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

@@ -26,7 +26,7 @@ from jaxspec.types import (
     Verdict,
     View,
 )
-from jaxspec.verify import verify_coupled
+from jaxspec.verify import verify
 from pallas_kernels import Rows
 
 Decision = tuple[Verdict, Logprobs, Pool]
@@ -94,7 +94,7 @@ def _decide(params: Params, program: Program, width: int, view: View, proposal: 
     ancestors = None if words is None else jnp.broadcast_to(jnp.asarray(words), (batch, *words.shape))
     hidden, pool = forward(params, program.model, program.pool, rows, tokens, positions, ancestors, pool, sequences)
     logits = logits_of(params, program.model, hidden)
-    verdict = verify_coupled(tree, logits, proposal, view.sampling, view.history, progress.ordinal)
+    verdict = verify(tree, logits, proposal, view.sampling, view.history, progress.ordinal)
     if not tree.is_chain:
         accepted = jnp.where(progress.active, verdict.count, 0)
         pool = compact(program.pool, pool, sequences, verdict.path, accepted)

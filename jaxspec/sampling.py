@@ -58,10 +58,8 @@ def draw(
     `path_counts` adds the drafted tokens on the way to each node to the history's counts; `ordinal` is the index in the
     output of the token drawn. Rows of temperature 0 take the likeliest token, ties going to the lowest id.
     """
-    nan = jnp.isnan(logits)
-    logits = jnp.where(nan, -jnp.inf, logits)
-    # Asked for by itself: on the CPU the maximum of a long row passes over NaN.
-    usable = ~jnp.any(nan, axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
+    usable = is_usable(logits)
+    logits = _without_nan(logits)
     plain = (sampling.temperature == 0) & ~_penalised(sampling) & (sampling.bias_ids[:, 0] < 0)
     plain = jnp.all(plain & jnp.all(ordinal >= sampling.min_tokens[:, None], axis=1))
 
@@ -70,6 +68,26 @@ def draw(
 
     token = jax.lax.cond(plain, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), adjusted)
     return token, usable
+
+
+def distribution(
+    logits: Float[Array, "B W V"],
+    sampling: Sampling,
+    history: History,
+    path_counts: Int[Array, "B W V"] | None,
+    ordinal: Int[Array, "B W"],
+) -> Float[Array, "B W V"]:
+    """The probabilities with which `draw` draws each token; one-hot where it is not left to chance."""
+    adjusted = adjust(_without_nan(logits), sampling, history, path_counts, ordinal)
+    kept = _kept(adjusted, sampling)
+    certain = jax.nn.one_hot(jnp.argmax(kept, axis=-1), kept.shape[-1])
+    return jnp.where(sampling.temperature[:, None, None] > 0, jax.nn.softmax(kept, axis=-1), certain)
+
+
+def is_usable(logits: Float[Array, "B W V"]) -> Bool[Array, "B W"]:
+    """Where no logit is NaN and the best one is finite."""
+    # NaN is asked for by itself: on the CPU the maximum of a long row passes over it.
+    return ~jnp.any(jnp.isnan(logits), axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
 
 
 def adjust(
@@ -131,24 +149,34 @@ def log_probabilities(
 
 
 def _sample(logits: Float[Array, "B W V"], sampling: Sampling, keys: UInt32[Array, "B W 2"]) -> Int[Array, "B W"]:
+    hot = sampling.temperature[:, None, None] > 0
+
+    def perturbed():
+        kept = _kept(logits, sampling)
+        return jnp.where(hot, kept + gumbel(keys, jnp.arange(logits.shape[-1])), kept)
+
+    score = jax.lax.cond(jnp.any(hot), perturbed, lambda: logits)
+    return jnp.argmax(score, axis=-1).astype(jnp.int32)
+
+
+def _kept(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Array, "B W V"]:
+    """Logits over temperature, -inf where a filter drops the token; those of greedy rows as they are."""
     temperature = sampling.temperature[:, None, None]
     hot = temperature > 0
     # Taken from the best one first: a small temperature then cannot overflow.
     below = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = jnp.where(hot, below / jnp.where(hot, temperature, 1.0), logits)
+    filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    threshold = jax.lax.cond(
+        jnp.any(filtered & (sampling.temperature > 0)),
+        lambda: keep_threshold(scaled, sampling),
+        lambda: jnp.full(scaled.shape[:2], -jnp.inf),
+    )
+    return jnp.where(hot & (scaled < threshold[..., None]), -jnp.inf, scaled)
 
-    def perturbed():
-        noise = gumbel(keys, jnp.arange(logits.shape[-1]))
-        filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-        threshold = jax.lax.cond(
-            jnp.any(filtered & (sampling.temperature > 0)),
-            lambda: keep_threshold(scaled, sampling),
-            lambda: jnp.full(scaled.shape[:2], -jnp.inf),
-        )
-        return jnp.where(hot, jnp.where(scaled >= threshold[..., None], scaled + noise, -jnp.inf), scaled)
 
-    score = jax.lax.cond(jnp.any(sampling.temperature > 0), perturbed, lambda: scaled)
-    return jnp.argmax(score, axis=-1).astype(jnp.int32)
+def _without_nan(logits: Float[Array, "B W V"]) -> Float[Array, "B W V"]:
+    return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
 
 
 def _float32(value: float | int) -> np.float32:

@@ -66,6 +66,15 @@ class Tree:
         return table
 
     @cached_property
+    def children(self) -> np.ndarray:
+        """int32 [width, most children]: the children of every token in order; 0, which nobody has, fills the rest."""
+        lists = [[node for node, parent in enumerate(self.parents, start=1) if parent == t] for t in range(self.width)]
+        table = np.zeros((self.width, max(map(len, lists))), np.int32)
+        for token, nodes in enumerate(lists):
+            table[token, : len(nodes)] = nodes
+        return table
+
+    @cached_property
     def ancestor_words(self) -> np.ndarray | None:
         """int32 [width, words] for `paged_attention`; None for a chain, which needs no words."""
         if self.is_chain:

@@ -1,12 +1,33 @@
 """Verification: which drafts the target accepts, and the token that follows them."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec import noise
-from jaxspec.sampling import draw
+from jaxspec.sampling import distribution, draw, is_usable
 from jaxspec.tree import Tree
 from jaxspec.types import History, Proposal, Sampling, Verdict
+
+
+def verify(
+    tree: Tree,
+    logits: Float[Array, "B W V"],
+    proposal: Proposal,
+    sampling: Sampling,
+    history: History,
+    ordinal: Int[Array, "B"],
+) -> Verdict:
+    """By the rule that the proposal allows: `rejection` where it says what its tokens were drawn from, else `coupled`.
+
+    Greedy rows come to the same by either; `coupled` is the cheaper for a batch of them alone.
+    """
+    arguments = tree, logits, proposal, sampling, history, ordinal
+    if proposal.q is None:
+        return verify_coupled(*arguments)
+    return jax.lax.cond(
+        jnp.any(sampling.temperature > 0), lambda: verify_rejection(*arguments), lambda: verify_coupled(*arguments)
+    )
 
 
 def verify_coupled(
@@ -39,6 +60,78 @@ def verify_coupled(
     on_path = jnp.arange(path.shape[1]) < count[:, None]
     finite = jnp.all(jnp.take_along_axis(usable, path, axis=1) | ~on_path, axis=1)
     return Verdict(tokens, path, count, finite)
+
+
+def verify_rejection(
+    tree: Tree,
+    logits: Float[Array, "B W V"],
+    proposal: Proposal,
+    sampling: Sampling,
+    history: History,
+    ordinal: Int[Array, "B"],
+) -> Verdict:
+    """Accept a draft x with probability min(1, p(x)/q(x)), else go on with what p has above q (Leviathan et al., 2023).
+
+    Siblings are judged in order, each against what the rejection of those before it has left of p; the q of a sibling
+    drawn without replacement has no mass on them. Tokens have the target's distribution p exactly.
+    """
+    counts = _path_counts(tree, proposal, logits.shape[-1])
+    wanted = distribution(logits, sampling, history, counts, ordinal[:, None] + jnp.asarray(tree.depths))
+    at = ordinal[:, None] + jnp.arange(tree.max_depth + 1)
+    accept_keys, last_keys = (
+        noise.noise_keys(sampling.seed, sampling.sample, at, purpose) for purpose in (noise.ACCEPT, noise.RESIDUAL)
+    )
+    chance = noise.uniform(accept_keys, jnp.arange(tree.children.shape[1]))
+    node, p = jnp.zeros_like(ordinal), wanted[:, 0]
+    path, tokens, going = [node], [], jnp.ones(ordinal.shape, bool)
+    for depth in range(tree.max_depth):
+        node, p = _judge_children(tree, proposal, chance[:, depth], node, p, going)
+        going = going & (node > 0)
+        p = jnp.where(going[:, None], _row(wanted, node), p)
+        tokens.append(_row(proposal.tokens, node - 1))
+        path.append(node)
+    path = jnp.stack(path, axis=1)
+    count = jnp.sum(jnp.cumprod(path[:, 1:] > 0, axis=1), axis=1) + 1
+    noise_of_last = noise.gumbel(_row(last_keys, count - 1), jnp.arange(logits.shape[-1]))
+    last = jnp.argmax(jnp.log(p) + noise_of_last, axis=-1).astype(jnp.int32)
+    place = jnp.arange(path.shape[1])
+    tokens = jnp.where(place < count[:, None] - 1, jnp.stack([*tokens, last], axis=1), last[:, None])
+    usable = jnp.take_along_axis(is_usable(logits), path, axis=1)
+    return Verdict(tokens, path, count, jnp.all(usable | (place >= count[:, None]), axis=1))
+
+
+def _judge_children(
+    tree: Tree, proposal: Proposal, chance: Float[Array, "B C"], node: Int[Array, "B"], p, going
+) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
+    """The first accepted child, 0 for none, and what is then left of p."""
+    assert proposal.q is not None
+    children = jnp.asarray(tree.children)[node]
+    chosen = jnp.zeros_like(node)
+    for rank in range(children.shape[1]):
+        child = children[:, rank]
+        judged = going & (chosen == 0) & (child > 0) & _row(proposal.valid, child - 1)
+        token, q = _row(proposal.tokens, child - 1), _row(proposal.q, child - 1)
+        fits = judged & _accepts(chance[:, rank], _row(p, token), _row(q, token))
+        p = jnp.where((judged & ~fits)[:, None], _residual(p, q), p)
+        chosen = jnp.where(fits, child, chosen)
+    return chosen, p
+
+
+def _accepts(chance, p, q):
+    # Strictly below: a token that the target never draws is not accepted even at chance 0.
+    return chance * q < p
+
+
+def _residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    above = jnp.maximum(p - q, 0)
+    total = jnp.sum(above, axis=-1, keepdims=True)
+    # Nothing is left where p and q are equal but for rounding: then p itself is right.
+    return jnp.where(total > 0, above / total, p)
+
+
+def _row(array: Array, index: Int[Array, "B"]) -> Array:
+    """Entry `index[b]` of every row b."""
+    return array[jnp.arange(index.shape[0]), index]
 
 
 def _walk(tree: Tree, proposal: Proposal, drawn: Int[Array, "B W"]) -> tuple[Int[Array, "B path"], Int[Array, "B"]]:

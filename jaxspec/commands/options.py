@@ -53,6 +53,13 @@ ENGINE = {
     "drafter": Flag(str, "Who drafts tokens for the model to check: ngram copies from the text; none decodes plainly."),
     "draft_tokens": Flag(int, "Tokens drafted a round at most."),
     "draft_adaptive": Flag(bool, "Draft fewer, or none, where a request's own drafts keep being rejected."),
+    "draft_temperature": Flag(
+        float, "draft_model, layer_skip: temperature of drafts where the request has one; the request's if not given."
+    ),
+    "verify": Flag(
+        str,
+        "rejection accepts most; coupled keeps a seed's text that of plain decoding; auto: rejection where models draft.",
+    ),
     "draft_model": Flag(str, "draft_model: the model that drafts, given like --model; of the same vocabulary."),
     "draft_layers": Flag(int, "layer_skip: first layers of the model that draft; a third of them if not given."),
     "ngram_max": Flag(int, "ngram: look up where up to this many of the last tokens stood before."),

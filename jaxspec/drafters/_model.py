@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec import noise
+from jaxspec.config import EngineConfig
 from jaxspec.drafters import _pace
 from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import forward, logits_of
-from jaxspec.sampling import draw
+from jaxspec.sampling import distribution, draw
 from jaxspec.tree import Tree
-from jaxspec.types import Drafter, Params, Proposal, Verdict, View
+from jaxspec.types import Drafter, Params, Proposal, Sampling, Verdict, View
 from pallas_kernels import Rows
 
 
@@ -25,10 +26,16 @@ class State(NamedTuple):
     pace: _pace.Pace
 
 
-def model_drafter(model: ModelSpec, target: ModelSpec, count: int, adaptive: bool) -> Drafter:
-    """Drafts a chain of `count` tokens, drawn with the target's own noise so that equal distributions draw alike."""
+def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> Drafter:
+    """Drafts a chain of `draft_tokens` tokens, each drawn as the request asks for but at `draft_temperature`.
+
+    For the rejection rule with noise of its own; for the coupled rule with the target's, so that equal distributions
+    draw alike.
+    """
+    count, adaptive, coupled = config.draft_tokens, config.draft_adaptive, config.verify == "coupled"
     widths = _pace.row_widths(count, adaptive)
     cost = _pace.relative_cost(model, target)
+    purpose = noise.TARGET if coupled else noise.DRAFT
 
     def propose(
         params: Params, state: State, pool: Pool, view: View, pool_spec: PoolSpec
@@ -36,18 +43,23 @@ def model_drafter(model: ModelSpec, target: ModelSpec, count: int, adaptive: boo
         batch = view.progress.token.shape[0]
         wanted = _pace.best_length(state.pace, widths, cost) if adaptive else jnp.full(batch, count)
         wanted = jnp.where(view.progress.active, wanted, 0)
+        view = view._replace(sampling=_tempered(view.sampling, config.draft_temperature))
 
         def step(index, carry):
-            tokens, counts, pool = carry
+            tokens, q, counts, pool = carry
             hidden, pool = _next_hidden(params, model, pool_spec, state.previous, tokens, index, view, pool)
             logits = _same_size(logits_of(params, model, hidden), target)
-            token = _draw(logits, counts, index, view)
+            token = _draw(logits, counts, index, view, purpose)
+            if not coupled:
+                q = q.at[:, index].set(_drawn_from(logits, counts, index, view))
             counts = counts.at[jnp.arange(batch), 0, token].add(1)
-            return tokens.at[:, index].set(token), counts, pool
+            return tokens.at[:, index].set(token), q, counts, pool
 
-        start = jnp.zeros((batch, count), jnp.int32), jnp.zeros((batch, 1, target.vocab_size), jnp.int32), pool
-        tokens, _, pool = jax.lax.fori_loop(0, jnp.max(wanted), step, start)
-        return Proposal(tokens, jnp.arange(count) < wanted[:, None]), state._replace(root=view.progress.token), pool
+        q = None if coupled else jnp.zeros((batch, count, target.vocab_size))
+        counts = jnp.zeros((batch, 1, target.vocab_size), jnp.int32)
+        start = jnp.zeros((batch, count), jnp.int32), q, counts, pool
+        tokens, q, _, pool = jax.lax.fori_loop(0, jnp.max(wanted), step, start)
+        return Proposal(tokens, jnp.arange(count) < wanted[:, None], q), state._replace(root=view.progress.token), pool
 
     return Drafter(Tree.chain(count), widths, _init, _admit, propose, _observe, model)
 
@@ -76,10 +88,27 @@ def _next_hidden(
     return jnp.where(lonely[..., None], hidden[:, :1], hidden[:, 1:]), pool
 
 
-def _draw(logits: Float[Array, "B 1 V"], counts, index, view: View) -> Int[Array, "B"]:
+def _tempered(sampling: Sampling, temperature: float | None) -> Sampling:
+    """What requests ask for with another temperature; greedy ones stay greedy."""
+    if temperature is None:
+        return sampling
+    return sampling._replace(temperature=jnp.where(sampling.temperature > 0, temperature, 0.0))
+
+
+def _draw(logits: Float[Array, "B 1 V"], counts, index, view: View, purpose: int) -> Int[Array, "B"]:
     ordinal = view.progress.ordinal[:, None] + index
-    keys = noise.noise_keys(view.sampling.seed, view.sampling.sample, ordinal, noise.TARGET)
+    keys = noise.noise_keys(view.sampling.seed, view.sampling.sample, ordinal, purpose)
     return draw(logits, view.sampling, view.history, counts, ordinal, keys)[0][:, 0]
+
+
+def _drawn_from(logits: Float[Array, "B 1 V"], counts, index, view: View) -> Float[Array, "B V"]:
+    """The distribution of `_draw`; zeros for a batch of greedy rows, whose verification does not look at it."""
+    ordinal = view.progress.ordinal[:, None] + index
+    return jax.lax.cond(
+        jnp.any(view.sampling.temperature > 0),
+        lambda: distribution(logits, view.sampling, view.history, counts, ordinal)[:, 0],
+        lambda: jnp.zeros_like(logits[:, 0]),
+    )
 
 
 def _same_size(logits: Float[Array, "B 1 V"], target: ModelSpec) -> Float[Array, "B 1 V2"]:

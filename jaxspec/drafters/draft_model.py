@@ -22,4 +22,4 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
             f"{draft.name} was trained for {draft.spec.max_context} tokens, fewer than the context of {context}: "
             f"set max_context to {draft.spec.max_context} or take another draft_model"
         )
-    return model_drafter(draft.spec, target.spec, config.draft_tokens, config.draft_adaptive), draft.params
+    return model_drafter(draft.spec, target.spec, config), draft.params

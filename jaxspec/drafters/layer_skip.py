@@ -17,4 +17,4 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
         raise ConfigError(f"draft_layers must be below the model's {spec.num_layers} layers, not {layers}")
     draft = replace(spec, num_layers=layers)
     params = {**target.params, "layers": target.params["layers"][:layers]}
-    return model_drafter(draft, spec, config.draft_tokens, config.draft_adaptive), params
+    return model_drafter(draft, spec, config), params

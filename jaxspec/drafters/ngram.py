@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import _pace
+from jaxspec.errors import ConfigError
 from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.loading import LoadedModel
 from jaxspec.tree import Tree
@@ -22,7 +23,9 @@ class State(NamedTuple):
 
 
 def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
-    """Looks up matches of `ngram_max` down to `ngram_min` tokens."""
+    """Looks up matches of `ngram_max` down to `ngram_min` tokens. ConfigError where they shall be verified as if drawn."""
+    if config.verify == "rejection":
+        raise ConfigError("ngram picks its drafts and draws none: verify must be auto or coupled, not rejection")
     return prompt_lookup(config.draft_tokens, config.draft_adaptive, config.ngram_max, config.ngram_min), {}
 
 

@@ -1,28 +1,155 @@
-"""The pool of fixed pages, as the host keeps its books."""
+"""Fixed pages with reference counts, and the page tables of sequences (PagedAttention, Kwon et al. 2023).
+
+The host's books only: what lies in a page is the device's affair. A page may be written by a sequence that alone holds
+it; pages with more than one reference are whole and final.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxspec.errors import CapacityError
 
 
 class PageAllocator:
-    """Hands out page numbers; both operations cost O(pages asked for)."""
+    """Hands out page numbers and counts who holds them; every operation costs O(pages asked for)."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
+        self._references: dict[int, int] = {}
 
     @property
     def free(self) -> int:
         """Pages nobody holds."""
         return len(self._free)
 
+    def references(self, page: int) -> int:
+        """How many hold this page; 0 where it is free."""
+        return self._references.get(page, 0)
+
     def allocate(self, count: int) -> list[int]:
-        """`count` pages. CapacityError when there are not so many."""
+        """`count` pages with one reference each. CapacityError when there are not so many."""
         if count > self.free:
             raise CapacityError(f"{count} pages wanted, {self.free} of {self.num_pages} free")
-        return [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
+        self._references.update(dict.fromkeys(pages, 1))
+        return pages
 
-    def release(self, pages: list[int]) -> None:
-        """Give pages back. ValueError when one of them is free already."""
-        if len(set(pages)) < len(pages) or not set(pages).isdisjoint(self._free):
-            raise ValueError(f"pages released twice: {pages}")
-        self._free.extend(reversed(pages))
+    def share(self, pages: Sequence[int]) -> None:
+        """One more reference on each page. ValueError, and nothing changed, when nobody holds one of them."""
+        for page in pages:
+            if page not in self._references:
+                raise ValueError(f"page {page} is free: it cannot be shared")
+        for page in pages:
+            self._references[page] += 1
+
+    def release(self, pages: Sequence[int]) -> list[int]:
+        """One reference less on each page; returns the pages that are free now.
+
+        ValueError, and nothing changed, when a page would lose more references than it has.
+        """
+        for done, page in enumerate(pages):
+            if not self._references.get(page):
+                for taken in pages[:done]:
+                    self._references[taken] += 1
+                raise ValueError(f"page {page} released once too often")
+            self._references[page] -= 1
+        freed = [page for page in dict.fromkeys(pages) if not self._references[page]]
+        for page in freed:
+            del self._references[page]
+        self._free.extend(freed)
+        return freed
+
+
+@dataclass
+class PageTable:
+    """The pages of one sequence, in order: slot i lies in `pages[i // page_size]`.
+
+    A sequence that starts on a cached prefix starts with its pages: `PageTable(pages, len(pages) * page_size)`.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    tokens: int = 0
+    """Committed slots. Pages beyond those that they need are look-ahead."""
+
+
+class Copy(NamedTuple):
+    """The device copies the first `slots` slots of a page before anything else writes either of the two."""
+
+    source: int
+    target: int
+    slots: int
+
+
+class Waste(NamedTuple):
+    """Slots that are reserved and hold no committed token."""
+
+    partial: int
+    """In the last page that the committed tokens need: at most page_size - 1."""
+    look_ahead: int
+    """In the pages beyond."""
+
+
+class Pages:
+    """What can be done to page tables over one allocator. `page_size` is in slots."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self.allocator = allocator
+        self.page_size = page_size
+
+    def count(self, tokens: int) -> int:
+        """Pages that `tokens` slots need."""
+        return -(-tokens // self.page_size)
+
+    def reserve(self, table: PageTable, tokens: int) -> list[int]:
+        """See that the first `tokens` slots have pages; returns those added.
+
+        CapacityError, and nothing changed, when there are not enough.
+        """
+        added = self.allocator.allocate(max(self.count(tokens) - len(table.pages), 0))
+        table.pages += added
+        return added
+
+    def commit(self, table: PageTable, tokens: int) -> None:
+        """Set the number of committed slots; a smaller one is a rollback.
+
+        ValueError, and nothing changed, for slots without a page, and for a rollback into a page that someone else
+        holds too: the next write would change it under the other's feet.
+        """
+        if not 0 <= tokens <= len(table.pages) * self.page_size:
+            raise ValueError(f"{tokens} slots committed, {len(table.pages)} pages of {self.page_size} reserved")
+        reopened = table.pages[tokens // self.page_size : self.count(table.tokens)] if tokens < table.tokens else []
+        if any(self.allocator.references(page) > 1 for page in reopened):
+            raise ValueError(f"rollback from {table.tokens} to {tokens} slots goes into a shared page")
+        table.tokens = tokens
+
+    def trim(self, table: PageTable) -> list[int]:
+        """Give back the look-ahead pages; returns those that are free now."""
+        needed = self.count(table.tokens)
+        surplus = table.pages[needed:]
+        del table.pages[needed:]
+        return self.allocator.release(surplus[::-1])
+
+    def fork(self, table: PageTable) -> tuple[PageTable, Copy | None]:
+        """A second sequence with the same committed slots: whole pages are shared, a partial last one is copied.
+
+        The table stays the owner of the copy's source: it must not be released or rolled back before the copy is
+        done. CapacityError, and nothing changed, when there is no page for the copy.
+        """
+        whole, slots = divmod(table.tokens, self.page_size)
+        own = self.allocator.allocate(1 if slots else 0)
+        self.allocator.share(table.pages[:whole])
+        copy = Copy(table.pages[whole], own[0], slots) if slots else None
+        return PageTable(table.pages[:whole] + own, table.tokens), copy
+
+    def release(self, table: PageTable) -> list[int]:
+        """Give everything back, last page first, and empty the table; returns the pages that are free now."""
+        pages, table.pages, table.tokens = table.pages, [], 0
+        return self.allocator.release(pages[::-1])
+
+    def waste(self, table: PageTable) -> Waste:
+        """The exact count for one table. Summed over tables it stays exact: a page that two of them share is full."""
+        needed = self.count(table.tokens)
+        partial = needed * self.page_size - table.tokens
+        return Waste(partial, (len(table.pages) - needed) * self.page_size)

@@ -1,8 +1,10 @@
 """Draft models that cannot follow their target are refused, and one that is the target itself is always right."""
 
 import dataclasses
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,9 +14,14 @@ from jaxspec.drafters import get_drafter
 from jaxspec.drafters._model import model_drafter
 from jaxspec.errors import ConfigError, LoadError
 from jaxspec.models.loading import load_model
-from jaxspec.types import Models
-from tests.driver import SPEC, decode_all, make_program, random_params
+from jaxspec.models.transformer import forward, logits_of
+from jaxspec.types import Models, Sequences
+from pallas_kernels import Rows
+from tests.driver import SPEC, Job, decode_all, make_program, random_params
+from tests.oracles import numpy_sampler as oracle
 from tests.test_decode import MIX
+
+COUPLED = EngineConfig(draft_tokens=4, draft_adaptive=False, verify="coupled")
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +63,93 @@ def test_a_shorter_context_is_refused_unless_it_is_not_used(target, tiny_model):
 def test_the_target_as_its_own_draft_is_always_right(prompt):
     params = random_params()
     job = MIX[1]._replace(prompt=prompt)
-    drafter = model_drafter(SPEC, SPEC, 4, adaptive=False)
+    drafter = model_drafter(SPEC, SPEC, COUPLED)
     got = decode_all(Models(params.target, params.target), make_program(drafter, pages=160), {2: job})[2]
     assert got.tokens == decode_all(params, make_program(pages=160), {2: job})[2].tokens
     # 20 tokens, five a round: nothing was rejected.
     assert got.steps == 4
+
+
+def disturbed(params, amount: float = 0.05):
+    """The target's weights with some noise: a draft that is mostly right."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda a: a * (1 + amount * rng.standard_normal(a.shape, np.float32)), params.target)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.4])
+def test_law_2_rejection_in_the_loop_follows_the_target(temperature):
+    """Texts of three tokens, from drafts that cross rounds, against the probabilities of plain forwards."""
+    kept, length, rows, calls = 3, 3, 64, 30
+    params, prompt = random_params(), [4, 5, 6]
+    config = EngineConfig(draft_tokens=2, draft_adaptive=False, draft_temperature=temperature)
+    program = make_program(model_drafter(SPEC, SPEC, config), pages=rows * 13)
+    models = Models(params.target, disturbed(params))
+    hot = SamplingParams(temperature=1.0, top_k=kept, max_tokens=length, ignore_eos=True)
+    jobs = {row: Job(prompt, hot, seed=row) for row in range(rows - 1)}
+    jobs[rows - 1] = Job(prompt, SamplingParams(max_tokens=length, ignore_eos=True))
+    chances = text_chances(params, prompt, hot, length)
+    texts = {text: index for index, text in enumerate(chances)}
+    found, drafted, accepted = [], 0, 0
+    for call in range(calls):
+        results = decode_all(models, program, jobs, batch=rows, edit=partial(reseeded, call))
+        greedy = results.pop(rows - 1)
+        assert tuple(greedy.tokens) == greedy_text(params, prompt, length)
+        found += [texts[tuple(result.tokens)] for result in results.values()]
+        drafted += sum(result.drafted for result in results.values())
+        accepted += sum(result.accepted for result in results.values())
+    assert oracle.p_value(np.array(found), np.array(list(chances.values()))) > 1e-6
+    assert 0.3 * drafted < accepted < drafted
+
+
+def reseeded(call: int, state):
+    seed = state.sampling.seed.at[:, 1].set(call)
+    return state._replace(sampling=state.sampling._replace(seed=seed))
+
+
+def next_logits(params, texts):
+    """Logits `[texts, V]` after each text, from plain forwards."""
+    program, batch = make_program(pages=len(texts) * 13), len(texts)
+    table = jnp.arange(batch * 13).reshape(1, batch, 13)
+    tokens, zeros = jnp.asarray(texts), jnp.zeros(batch, jnp.int32)
+    width = tokens.shape[1]
+    rows = Rows(jnp.arange(batch), zeros, zeros + width)
+    positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
+    sequences = Sequences(table, zeros[None], zeros[None], zeros)
+    hidden, _ = forward(
+        params.target, SPEC, program.pool, rows, tokens, positions, None, program.pool.allocate(), sequences
+    )
+    return np.asarray(logits_of(params.target, SPEC, hidden[:, -1]))
+
+
+def text_chances(params, prompt, sampling: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+    """Every text of so many tokens that can be drawn, and its probability."""
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        logits = next_logits(params, [[*prompt, *text] for text in chances])
+        ahead = [oracle.probabilities(row, sampling) for row in logits]
+        chances = {
+            (*text, int(token)): chance * p[token]
+            for (text, chance), p in zip(chances.items(), ahead, strict=True)
+            for token in np.flatnonzero(p)
+        }
+    return chances
+
+
+def greedy_text(params, prompt, length: int) -> tuple[int, ...]:
+    return next(iter(text_chances(params, prompt, SamplingParams(), length)))
+
+
+def test_a_hotter_draft_is_rejected_more():
+    params = random_params()
+    jobs = {row: Job([4, 5, 6], SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True), row) for row in range(4)}
+    accepted = []
+    for temperature in (None, 3.0):
+        config = EngineConfig(draft_tokens=4, draft_adaptive=False, draft_temperature=temperature)
+        program = make_program(model_drafter(SPEC, SPEC, config), pages=160)
+        results = decode_all(Models(params.target, params.target), program, jobs).values()
+        accepted.append(sum(r.accepted for r in results) / sum(r.drafted for r in results))
+    assert accepted[0] == 1.0
+    assert accepted[1] < 0.8
 
 
 def test_a_padded_vocabulary_of_another_length_changes_nothing():
@@ -69,14 +158,14 @@ def test_a_padded_vocabulary_of_another_length_changes_nothing():
     draft = jax.tree.map(lambda a: a, params.target)
     for name in ("embed", "lm_head"):
         draft[name] = {"weight": np.pad(params.target[name]["weight"], ((0, 16), (0, 0)), constant_values=9.0)}
-    drafter = model_drafter(padded, SPEC, 4, adaptive=False)
+    drafter = model_drafter(padded, SPEC, COUPLED)
     got = decode_all(Models(params.target, draft), make_program(drafter, pages=160), {2: MIX[1]})[2]
     assert got.steps == 4
 
 
 def test_layer_skip_runs_in_the_engine(tiny_model):
     plain = LLM(str(tiny_model), max_batch=1)
-    skipping = LLM(str(tiny_model), max_batch=1, drafter="layer_skip", draft_layers=1)
+    skipping = LLM(str(tiny_model), max_batch=1, drafter="layer_skip", draft_layers=1, verify="coupled")
     for params in (SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=0.8, seed=3)):
         expected, got = (llm.generate("she sells sea shells", params)[0] for llm in (plain, skipping))
         assert got.token_ids == expected.token_ids

@@ -28,9 +28,15 @@ def target(tiny_model) -> LoadedModel:
     return load_model(str(tiny_model), progress=False)
 
 
-@pytest.fixture(params=drafter_names())
+DRAWN = ["draft_model", "layer_skip"]
+"""Drafters that draw their drafts, and so have two rules."""
+
+
+@pytest.fixture(params=[*((name, "auto") for name in drafter_names()), *((name, "coupled") for name in DRAWN)])
 def built(request: pytest.FixtureRequest, target: LoadedModel, tiny_model):
-    return get_drafter(EngineConfig(drafter=request.param, draft_tokens=3, draft_model=str(tiny_model)), target)
+    name, verify = request.param
+    config = EngineConfig(drafter=name, draft_tokens=3, draft_model=str(tiny_model), verify=verify)
+    return get_drafter(config, target)
 
 
 @pytest.fixture
@@ -170,14 +176,14 @@ def law_drafter(config: EngineConfig, target: LoadedModel, params: Models) -> tu
         return get_drafter(config, target._replace(spec=SPEC, params=params.target))
     rng = np.random.default_rng(0)
     draft = jax.tree.map(lambda a: a * (1 + 0.01 * rng.standard_normal(a.shape, np.float32)), params.target)
-    return model_drafter(SPEC, SPEC, config.draft_tokens, config.draft_adaptive), draft
+    return model_drafter(SPEC, SPEC, config), draft
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
 @pytest.mark.parametrize("name", [name for name in drafter_names() if name != "none"])
 def test_law_1_the_tokens_are_those_of_plain_decoding(name: str, adaptive: bool, target: LoadedModel) -> None:
     params = random_params()
-    config = EngineConfig(drafter=name, draft_tokens=5, draft_adaptive=adaptive, ngram_min=1)
+    config = EngineConfig(drafter=name, draft_tokens=5, draft_adaptive=adaptive, ngram_min=1, verify="coupled")
     drafter, draft_params = law_drafter(config, target, params)
     program, models = make_program(drafter, pages=160), Models(params.target, draft_params)
     plain = decode_all(params, make_program(pages=160), REPEATING)

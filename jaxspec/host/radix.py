@@ -1,0 +1,202 @@
+"""Prefixes kept for whoever comes next: a compressed radix tree over exact tokens (RadixAttention, Zheng et al. 2024).
+
+An edge is a run of whole pages. A page's key is its token ids themselves, so a hit is never a guess; the first key of a
+text also holds the namespace, so other weights, adapters or salts never meet. The tree holds one reference on each of
+its pages and every sequence that uses one holds another: that reference is the lock, and a page with only one reference
+is one that nobody uses now.
+"""
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from jaxspec.host.blocks import PageAllocator
+
+Key = tuple[Hashable, ...]
+
+
+@dataclass(eq=False)
+class _Node:
+    """The edge that leads here, one key and one page a step, and the edges that go on."""
+
+    parent: "_Node | None" = None
+    keys: list[Key] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    children: dict[Key, "_Node"] = field(default_factory=dict)
+    """By the first key of their edges."""
+    pinned_until: float = -math.inf
+    """The whole way from the root to here stays until then."""
+
+
+class RadixCache:
+    """Which pages hold which prefixes. `page_size` is in tokens, `clock` in seconds."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.allocator = allocator
+        self.page_size = page_size
+        self.clock = clock
+        self._root = _Node()
+        self._pages: set[int] = set()
+        self._order: OrderedDict[_Node, None] = OrderedDict()
+        """All nodes but the root, least recently used first; a node always comes after everything below it."""
+
+    @property
+    def cached(self) -> int:
+        """Pages the tree holds, whoever else does."""
+        return len(self._pages)
+
+    @property
+    def evictable(self) -> int:
+        """Pages that `evict` could free now. Costs O(pages in the tree)."""
+        return sum(len(node.pages) - keep for node, keep in self._surplus())
+
+    def match(self, tokens: Sequence[int], namespace: Hashable) -> list[int]:
+        """Pages of the longest cached prefix; the caller holds a reference on each and releases it like any other.
+
+        One token at least is left to compute, so of a text that is cached to its end the last page does not count.
+        """
+        node, _, pages = self._find(self._keys(tokens, len(tokens) - 1, namespace))
+        self.allocator.share(pages)
+        self._touch(node)
+        return pages
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: Hashable) -> int:
+        """Keep the whole pages of a text; returns how many were new to the tree, which takes a reference on each.
+
+        The tokens must be final and their pages written. What the tree has already stays as it is, and the caller's
+        own pages for it stay the caller's; tokens past the last whole page are left out. ValueError, and nothing
+        changed, when there are fewer pages than that, or when a new one is free or has another place in the tree.
+        """
+        keys = self._keys(tokens, len(tokens), namespace)
+        if len(pages) < len(keys):
+            raise ValueError(f"{len(keys)} pages of tokens to keep, {len(pages)} pages given")
+        node, inside, found = self._find(keys)
+        new = list(pages[len(found) : len(keys)])
+        if len(set(new) - self._pages) < len(new):
+            raise ValueError(f"pages cannot be kept in two places: {new}")
+        self.allocator.share(new)
+        self._pages.update(new)
+        if new:
+            node = self._grow(self._split(node, inside), keys[len(found) :], new)
+        self._touch(node)
+        return len(new)
+
+    def evict(self, count: int) -> int:
+        """Free `count` pages, or as many as can be: least recently used first, from the ends of the tree inwards.
+
+        Pages that a sequence holds, pinned ones, and those on the way to either stay. Returns how many were freed.
+        """
+        freed, cuts = 0, []
+        for node, keep in self._surplus():
+            if freed >= count:
+                break
+            going = min(len(node.pages) - keep, count - freed)
+            freed += going
+            cuts.append((node, len(node.pages) - going))
+        for node, keep in cuts:
+            self._cut(node, keep)
+        return freed
+
+    def pin(self, tokens: Sequence[int], namespace: Hashable, until: float) -> int:
+        """Keep what is cached of these tokens until the clock reaches `until`; returns how many tokens that is.
+
+        A pin belongs to the prefix, not to who set it: a second one can only prolong it.
+        """
+        node, inside, found = self._find(self._keys(tokens, len(tokens), namespace))
+        if found:
+            node = self._split(node, inside)
+            node.pinned_until = max(node.pinned_until, until)
+        self._touch(node)
+        return len(found) * self.page_size
+
+    def unpin(self, tokens: Sequence[int], namespace: Hashable) -> None:
+        """Lift the longest pin that lies on these tokens; nothing happens where there is none."""
+        node, inside, _ = self._find(self._keys(tokens, len(tokens), namespace))
+        if inside < len(node.keys) and node.parent:
+            node = node.parent
+        while node.parent and not self._pinned(node):
+            node = node.parent
+        node.pinned_until = -math.inf
+
+    def clear(self, namespace: Hashable = None) -> None:
+        """Forget a namespace (None: all of them), pins included. Sequences keep the pages that they hold."""
+        doomed = [node for key, node in self._root.children.items() if namespace is None or key[0] == namespace]
+        while doomed:
+            node = doomed.pop()
+            doomed.extend(node.children.values())
+            self._cut(node, 0)
+
+    def _keys(self, tokens: Sequence[int], limit: int, namespace: Hashable) -> list[Key]:
+        """One key a whole page of the first `limit` tokens."""
+        size = self.page_size
+        keys: list[Key] = [tuple(tokens[at : at + size]) for at in range(0, limit - size + 1, size)]
+        return [(namespace, *keys[0]), *keys[1:]] if keys else []
+
+    def _find(self, keys: list[Key]) -> tuple[_Node, int, list[int]]:
+        """The last node on the way of these keys, how many steps of its edge they go, and all pages on the way."""
+        node, inside, pages = self._root, 0, []
+        while inside == len(node.keys) and len(pages) < len(keys) and keys[len(pages)] in node.children:
+            node = node.children[keys[len(pages)]]
+            ours = keys[len(pages) : len(pages) + len(node.keys)]
+            pairs = zip(node.keys, ours, strict=False)
+            inside = next((step for step, (theirs, our) in enumerate(pairs) if theirs != our), len(ours))
+            pages += node.pages[:inside]
+        return node, inside, pages
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """See that a node ends after `at` steps of this edge; returns it. The caller touches it."""
+        if at == len(node.keys) or node.parent is None:
+            return node
+        upper = _Node(node.parent, node.keys[:at], node.pages[:at], {node.keys[at]: node})
+        node.parent.children[node.keys[0]] = upper
+        node.parent, node.keys, node.pages = upper, node.keys[at:], node.pages[at:]
+        self._order[upper] = None
+        return upper
+
+    def _grow(self, node: _Node, keys: list[Key], pages: list[int]) -> _Node:
+        """Lengthen the edge of a leaf, or hang a new leaf on the node; returns the leaf. The caller touches it."""
+        if node.parent and not node.children and not self._pinned(node):
+            node.keys += keys
+            node.pages += pages
+            return node
+        leaf = _Node(node, keys, pages)
+        node.children[keys[0]] = leaf
+        self._order[leaf] = None
+        return leaf
+
+    def _touch(self, node: _Node) -> None:
+        """The way to this node is the most recently used, its beginning most of all."""
+        while node.parent:
+            self._order.move_to_end(node)
+            node = node.parent
+
+    def _pinned(self, node: _Node) -> bool:
+        return self.clock() < node.pinned_until
+
+    def _surplus(self) -> Iterator[tuple[_Node, int]]:
+        """The nodes whose last pages can go, and how many must stay: least recently used first, ends before beginnings.
+
+        Each counts on those before it being cut as far as they can be.
+        """
+        needed: set[_Node | None] = set()
+        for node in self._order:
+            keep = len(node.pages)
+            if node not in needed and not self._pinned(node):
+                while keep and self.allocator.references(node.pages[keep - 1]) == 1:
+                    keep -= 1
+            if keep:
+                needed.add(node.parent)
+            if keep < len(node.pages):
+                yield node, keep
+
+    def _cut(self, node: _Node, keep: int) -> None:
+        """Let go of all but the first `keep` pages of an edge, and of the node when nothing is left."""
+        dropped = node.pages[keep:]
+        self._pages.difference_update(dropped)
+        if keep == 0 and node.parent:
+            del node.parent.children[node.keys[0]]
+            del self._order[node]
+        del node.keys[keep:], node.pages[keep:]
+        self.allocator.release(dropped[::-1])
