@@ -98,9 +98,8 @@ def _decide(params: Params, program: Program, width: int, view: View, proposal: 
     if not tree.is_chain:
         accepted = jnp.where(progress.active, verdict.count, 0)
         pool = compact(program.pool, pool, sequences, verdict.path, accepted)
-    on_path = jnp.take_along_axis(logits, verdict.path[..., None], axis=1) if width > 1 else logits
     top = min(MAX_LOGPROBS, program.model.vocab_size)
-    logprobs = log_probabilities(on_path, verdict.tokens, view.sampling, top)
+    logprobs = log_probabilities(logits, verdict.path, verdict.tokens, view.sampling, top)
     missing = program.max_emitted - verdict.tokens.shape[1]
 
     def pad(a):

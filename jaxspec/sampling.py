@@ -5,6 +5,7 @@ bisection over the ordered bits of a float: no sort of the vocabulary, no approx
 threshold are all kept.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec.config import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 from jaxspec.noise import gumbel
 from jaxspec.types import History, Logprobs, Sampling
+
+PathCounts = Callable[[], Int[Array, "B W V"]] | None
+"""Asked for where a penalty looks at it only: it is as large as the logits. None adds nothing."""
 
 
 def sampling_row(
@@ -49,14 +53,14 @@ def draw(
     logits: Float[Array, "B W V"],
     sampling: Sampling,
     history: History,
-    path_counts: Int[Array, "B W V"] | None,
+    path_counts: PathCounts,
     ordinal: Int[Array, "B W"],
     keys: UInt32[Array, "B W 2"],
 ) -> tuple[Int[Array, "B W"], Bool[Array, "B W"]]:
-    """The target's own token at every node, and whether its logits were usable: none NaN, the best one finite.
+    """The target's own token at every node, and whether its logits were usable.
 
-    `path_counts` adds the drafted tokens on the way to each node to the history's counts; `ordinal` is the index in the
-    output of the token drawn. Rows of temperature 0 take the likeliest token, ties going to the lowest id.
+    `path_counts` gives what the drafted tokens on the way to each node add to the history's counts; `ordinal` is the
+    index in the output of the token drawn. Rows of temperature 0 take the likeliest token, ties going to the lowest id.
     """
     usable = is_usable(logits)
     logits = _without_nan(logits)
@@ -74,7 +78,7 @@ def distribution(
     logits: Float[Array, "B W V"],
     sampling: Sampling,
     history: History,
-    path_counts: Int[Array, "B W V"] | None,
+    path_counts: PathCounts,
     ordinal: Int[Array, "B W"],
 ) -> Float[Array, "B W V"]:
     """The probabilities with which `draw` draws each token; one-hot where it is not left to chance."""
@@ -91,7 +95,7 @@ def is_usable(logits: Float[Array, "B W V"]) -> Bool[Array, "B W"]:
 
 
 def adjust(
-    logits: Float[Array, "B W V"], sampling: Sampling, history: History, path_counts, ordinal: Int[Array, "B W"]
+    logits: Float[Array, "B W V"], sampling: Sampling, history: History, path_counts: PathCounts, ordinal
 ) -> Float[Array, "B W V"]:
     """Logits after penalties, logit bias, and the ban on ending before `min_tokens`."""
     logits = jax.lax.cond(
@@ -130,17 +134,18 @@ def keep_threshold(scaled: Float[Array, "B W V"], sampling: Sampling) -> Float[A
 
 
 def log_probabilities(
-    logits: Float[Array, "B D V"], tokens: Int[Array, "B D"], sampling: Sampling, top: int
+    logits: Float[Array, "B W V"], path: Int[Array, "B D"], tokens: Int[Array, "B D"], sampling: Sampling, top: int
 ) -> Logprobs:
-    """Log probabilities of the emitted tokens and of the `top` likeliest, of the model's own distribution.
+    """Log probabilities of the tokens after a path and of the `top` likeliest, of the model's own distribution.
 
     Zeros where no row of the batch asked for any: the work is skipped.
     """
 
     def compute():
-        norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        values, ids = jax.lax.top_k(logits, top)
-        chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)
+        on_path = jnp.take_along_axis(logits, path[..., None], axis=1)
+        norm = jax.nn.logsumexp(on_path, axis=-1, keepdims=True)
+        values, ids = jax.lax.top_k(on_path, top)
+        chosen = jnp.take_along_axis(on_path, tokens[..., None], axis=-1)
         return Logprobs((chosen - norm)[..., 0], ids, values - norm)
 
     shape = (*tokens.shape, top)
@@ -172,7 +177,8 @@ def _kept(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Array, "B 
         lambda: keep_threshold(scaled, sampling),
         lambda: jnp.full(scaled.shape[:2], -jnp.inf),
     )
-    return jnp.where(hot & (scaled < threshold[..., None]), -jnp.inf, scaled)
+    # Asked this way round, so that a NaN is dropped: minus infinity over a huge temperature may give one.
+    return jnp.where(hot & ~(scaled >= threshold[..., None]), -jnp.inf, scaled)
 
 
 def _without_nan(logits: Float[Array, "B W V"]) -> Float[Array, "B W V"]:
@@ -203,7 +209,7 @@ def _penalise(logits, sampling: Sampling, history: History, path_counts):
     repetition, frequency, presence = (
         x[:, None, None] for x in (sampling.repetition, sampling.frequency, sampling.presence)
     )
-    counts = history.counts[:, None] if path_counts is None else history.counts[:, None] + path_counts
+    counts = history.counts[:, None] if path_counts is None else history.counts[:, None] + path_counts()
     seen = (counts > 0) | history.in_prompt[:, None]
     factor = jnp.where(seen, repetition, 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)

@@ -1,5 +1,7 @@
 """Verification: which drafts the target accepts, and the token that follows them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -22,11 +24,13 @@ def verify(
 
     Greedy rows come to the same by either; `coupled` is the cheaper for a batch of them alone.
     """
-    arguments = tree, logits, proposal, sampling, history, ordinal
-    if proposal.q is None:
-        return verify_coupled(*arguments)
+    request, q = (sampling, history, ordinal), proposal.q
+    if q is None:
+        return verify_coupled(tree, logits, proposal, *request)
     return jax.lax.cond(
-        jnp.any(sampling.temperature > 0), lambda: verify_rejection(*arguments), lambda: verify_coupled(*arguments)
+        jnp.any(sampling.temperature > 0),
+        lambda: verify_rejection(tree, logits, proposal, q, *request),
+        lambda: verify_coupled(tree, logits, proposal, *request),
     )
 
 
@@ -51,7 +55,7 @@ def verify_coupled(
         logits,
         sampling,
         history,
-        _path_counts(tree, proposal, logits.shape[-1]),
+        partial(_path_counts, tree, proposal, logits.shape[-1]),
         ordinal[:, None] + depths,
         keys[:, depths],
     )
@@ -66,6 +70,7 @@ def verify_rejection(
     tree: Tree,
     logits: Float[Array, "B W V"],
     proposal: Proposal,
+    q: Float[Array, "B N V"],
     sampling: Sampling,
     history: History,
     ordinal: Int[Array, "B"],
@@ -75,7 +80,7 @@ def verify_rejection(
     Siblings are judged in order, each against what the rejection of those before it has left of p; the q of a sibling
     drawn without replacement has no mass on them. Tokens have the target's distribution p exactly.
     """
-    counts = _path_counts(tree, proposal, logits.shape[-1])
+    counts = partial(_path_counts, tree, proposal, logits.shape[-1])
     wanted = distribution(logits, sampling, history, counts, ordinal[:, None] + jnp.asarray(tree.depths))
     at = ordinal[:, None] + jnp.arange(tree.max_depth + 1)
     accept_keys, last_keys = (
@@ -85,7 +90,7 @@ def verify_rejection(
     node, p = jnp.zeros_like(ordinal), wanted[:, 0]
     path, tokens, going = [node], [], jnp.ones(ordinal.shape, bool)
     for depth in range(tree.max_depth):
-        node, p = _judge_children(tree, proposal, chance[:, depth], node, p, going)
+        node, p = _judge_children(tree, proposal, q, chance[:, depth], node, p, going)
         going = going & (node > 0)
         p = jnp.where(going[:, None], _row(wanted, node), p)
         tokens.append(_row(proposal.tokens, node - 1))
@@ -101,18 +106,17 @@ def verify_rejection(
 
 
 def _judge_children(
-    tree: Tree, proposal: Proposal, chance: Float[Array, "B C"], node: Int[Array, "B"], p, going
+    tree: Tree, proposal: Proposal, q: Float[Array, "B N V"], chance: Float[Array, "B C"], node, p, going
 ) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
     """The first accepted child, 0 for none, and what is then left of p."""
-    assert proposal.q is not None
     children = jnp.asarray(tree.children)[node]
     chosen = jnp.zeros_like(node)
     for rank in range(children.shape[1]):
         child = children[:, rank]
         judged = going & (chosen == 0) & (child > 0) & _row(proposal.valid, child - 1)
-        token, q = _row(proposal.tokens, child - 1), _row(proposal.q, child - 1)
-        fits = judged & _accepts(chance[:, rank], _row(p, token), _row(q, token))
-        p = jnp.where((judged & ~fits)[:, None], _residual(p, q), p)
+        token, drawn_from = _row(proposal.tokens, child - 1), _row(q, child - 1)
+        fits = judged & _accepts(chance[:, rank], _row(p, token), _row(drawn_from, token))
+        p = jnp.where((judged & ~fits)[:, None], _residual(p, drawn_from), p)
         chosen = jnp.where(fits, child, chosen)
     return chosen, p
 
@@ -150,10 +154,8 @@ def _walk(tree: Tree, proposal: Proposal, drawn: Int[Array, "B W"]) -> tuple[Int
     return jnp.stack(path, axis=1), count
 
 
-def _path_counts(tree: Tree, proposal: Proposal, vocab: int) -> Int[Array, "B W V"] | None:
-    """How often each token was drafted on the way to each node, that node included; None without drafts."""
-    if tree.size == 0:
-        return None
+def _path_counts(tree: Tree, proposal: Proposal, vocab: int) -> Int[Array, "B W V"]:
+    """How often each token was drafted on the way to each node, that node included."""
     batch, nodes = proposal.tokens.shape
     drafted = jnp.asarray(tree.is_ancestor[:, 1:], jnp.int32)
     counts = jnp.zeros((batch, tree.width, vocab), jnp.int32)

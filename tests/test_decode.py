@@ -10,6 +10,7 @@ import pytest
 from jaxspec import decode
 from jaxspec.config import SamplingParams
 from jaxspec.program import Finish
+from jaxspec.sampling import sampling_row
 from jaxspec.tree import Tree
 from jaxspec.types import Drafter, Proposal
 from tests.driver import PAGE, SPEC, VOCAB, Job, decode_all, make_program, page_lists, random_params, table_width
@@ -265,3 +266,37 @@ def test_selecting_rows_keeps_requests_whole():
     assert state.progress.token.tolist() == [2, 0]
     assert state.sequences.page_table.shape == (1, 2, table_width(program))
     assert jax.tree.leaves(state.sampling)[0].shape[0] == 2
+
+
+def test_law_6_one_program_serves_all_drafts_acceptances_and_mixes():
+    """200 rounds of random drafts in every width, of rows that come and go with options of all kinds."""
+    options = [job.params for job in MIX.values()]
+    tree, rng = Tree.chain(7), np.random.default_rng(0)
+
+    def propose(params, state, pool, view, pool_spec):
+        key = jax.random.fold_in(jax.random.key(0), view.progress.steps.sum())
+        tokens = jax.random.bernoulli(key, 0.1, (4, 7)).astype(jnp.int32)
+        return Proposal(tokens, jnp.arange(7) < jax.random.randint(key, (4, 1), 0, 8)), state, pool
+
+    drafter = scripted(tree, np.zeros((4, 1), np.int32), 0.0, widths=(1, 4, 8))._replace(propose=propose)
+    program = make_program(drafter, pages=160)
+    pages, state = page_lists(program, 4), decode.init_state(program, 4, table_width(program))
+    prompt = np.zeros(SPEC.max_context, np.int32)
+    prompt[:3] = 0, 1, 2
+    counts, compiled = set(), set()
+    for call in range(200):
+        if call % 10 == 0:
+            # Half of them ask for the token that is mostly drafted.
+            bias = {0: 30.0} if call % 20 else {}
+            params = options[rng.integers(len(options))]
+            params = SamplingParams(temperature=params.temperature, top_k=params.top_k, logit_bias=bias, max_tokens=40)
+            row, sampling = int(rng.integers(4)), sampling_row(params, seed=call, max_tokens=40)
+            state = decode.admit(
+                state, np.int32(row), np.int32(pages[row]), prompt, np.int32(3), sampling, program=program
+            )
+            state = decode.set_active(state, np.arange(4) <= row)
+        state, out = decode.run(PARAMS, state, np.int32(1), np.int32(1), program=program)
+        counts |= set(np.asarray(out.count).tolist())
+        compiled.add(decode.run._cache_size())
+    assert counts == set(range(9))  # of a row that stands still, and after none to all of the drafts
+    assert len(compiled) == 1

@@ -239,12 +239,16 @@ def test_log_probabilities_are_those_of_the_raw_logits(asked: tuple[int, int]) -
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 6, (2, 3, 40)).astype(np.float32)
     logits[..., 37:] = -INF
-    tokens = rng.integers(37, size=(2, 3))
+    tokens, path = rng.integers(37, size=(2, 2)), np.array([[0, 2], [0, 1]])
     params = [SamplingParams(temperature=0.3, top_k=2, logprobs=None if a < 0 else a) for a in asked]
     found = sampling.log_probabilities(
-        jnp.asarray(logits), jnp.asarray(tokens), sampling_of([Request(p, (1,), (2,)) for p in params]), top=20
+        jnp.asarray(logits),
+        jnp.asarray(path),
+        jnp.asarray(tokens),
+        sampling_of([Request(p, (1,), (2,)) for p in params]),
+        top=20,
     )
-    wide = logits.astype(np.float64)
+    wide = np.take_along_axis(logits, path[..., None], 1).astype(np.float64)
     wanted = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
     ids = np.argsort(-wanted, axis=-1, kind="stable")[..., :20]
     np.testing.assert_array_equal(np.asarray(found.top_ids), ids)
@@ -256,6 +260,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(asked: tuple[int, int]) -
 
 def test_nobody_asking_for_log_probabilities_gives_zeros() -> None:
     logits = jnp.ones((2, 3, 40))
-    found = sampling.log_probabilities(logits, jnp.ones((2, 3), jnp.int32), sampling_of(REQUESTS[:2]), top=20)
+    path = jnp.zeros((2, 3), jnp.int32)
+    found = sampling.log_probabilities(logits, path, path + 1, sampling_of(REQUESTS[:2]), top=20)
     assert all(not np.asarray(part).any() for part in found)
     assert found.top_ids.shape == found.top.shape == (2, 3, 20)

@@ -225,7 +225,7 @@ def test_unusable_logits_count_only_on_the_path_that_was_walked(bad: float) -> N
 
 
 def _no_path_counts(tree, proposal, vocab):
-    return None
+    return PATH_COUNTS(tree, proposal, vocab) * 0
 
 
 def _counts_of_all_nodes(tree, proposal, vocab):
@@ -235,9 +235,7 @@ def _counts_of_all_nodes(tree, proposal, vocab):
 
 
 def _counts_of_the_parent(tree, proposal, vocab):
-    right = PATH_COUNTS(tree, proposal, vocab)
-    assert right is not None
-    return right[:, jnp.array([0, *tree.parents])]
+    return PATH_COUNTS(tree, proposal, vocab)[:, jnp.array([0, *tree.parents])]
 
 
 def _invalid_accepted(tree, proposal, drawn):

@@ -58,7 +58,7 @@ ENGINE = {
     ),
     "verify": Flag(
         str,
-        "rejection accepts most; coupled keeps a seed's text that of plain decoding; auto: rejection where models draft.",
+        "rejection accepts most; coupled keeps a seed's text that of plain decoding; auto: the first where models draft.",
     ),
     "draft_model": Flag(str, "draft_model: the model that drafts, given like --model; of the same vocabulary."),
     "draft_layers": Flag(int, "layer_skip: first layers of the model that draft; a third of them if not given."),

@@ -12,7 +12,7 @@ from jaxspec.drafters import _pace
 from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import forward, logits_of
-from jaxspec.sampling import distribution, draw
+from jaxspec.sampling import PathCounts, distribution, draw
 from jaxspec.tree import Tree
 from jaxspec.types import Drafter, Params, Proposal, Sampling, Verdict, View
 from pallas_kernels import Rows
@@ -49,9 +49,9 @@ def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> 
             tokens, q, counts, pool = carry
             hidden, pool = _next_hidden(params, model, pool_spec, state.previous, tokens, index, view, pool)
             logits = _same_size(logits_of(params, model, hidden), target)
-            token = _draw(logits, counts, index, view, purpose)
+            token = _draw(logits, lambda: counts, index, view, purpose)
             if not coupled:
-                q = q.at[:, index].set(_drawn_from(logits, counts, index, view))
+                q = q.at[:, index].set(_drawn_from(logits, lambda: counts, index, view))
             counts = counts.at[jnp.arange(batch), 0, token].add(1)
             return tokens.at[:, index].set(token), q, counts, pool
 
@@ -95,13 +95,13 @@ def _tempered(sampling: Sampling, temperature: float | None) -> Sampling:
     return sampling._replace(temperature=jnp.where(sampling.temperature > 0, temperature, 0.0))
 
 
-def _draw(logits: Float[Array, "B 1 V"], counts, index, view: View, purpose: int) -> Int[Array, "B"]:
+def _draw(logits: Float[Array, "B 1 V"], counts: PathCounts, index, view: View, purpose: int) -> Int[Array, "B"]:
     ordinal = view.progress.ordinal[:, None] + index
     keys = noise.noise_keys(view.sampling.seed, view.sampling.sample, ordinal, purpose)
     return draw(logits, view.sampling, view.history, counts, ordinal, keys)[0][:, 0]
 
 
-def _drawn_from(logits: Float[Array, "B 1 V"], counts, index, view: View) -> Float[Array, "B V"]:
+def _drawn_from(logits: Float[Array, "B 1 V"], counts: PathCounts, index, view: View) -> Float[Array, "B V"]:
     """The distribution of `_draw`; zeros for a batch of greedy rows, whose verification does not look at it."""
     ordinal = view.progress.ordinal[:, None] + index
     return jax.lax.cond(

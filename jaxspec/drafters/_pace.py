@@ -14,9 +14,9 @@ from jaxspec.models.spec import ModelSpec
 
 MEMORY = 0.8
 """Weight of a round's evidence after each further round."""
-PRIOR_HITS, PRIOR_TRIALS = 1.2, 2.0
+PRIOR_HITS, PRIOR_TRIALS = 1.6, 2.0
 """Evidence that a new request starts with, and that fresh evidence is always mixed with."""
-STEP_COST = {"cpu": {2: 1.3, 4: 1.35, 8: 1.6, 16: 2.2}}
+STEP_COST = {"cpu": {2: 1.38, 4: 1.42, 8: 1.66, 16: 2.2}}
 """Time of a verify step of so many tokens over a plain step: rounded readings on SmolLM2-135M at batch 1, which vary by
 a tenth. Other backends are assumed to verify almost for free; nobody has measured that yet."""
 
@@ -46,7 +46,7 @@ def step_cost(width: int) -> float:
 
 def row_widths(count: int, adaptive: bool) -> tuple[int, ...]:
     """Verify rows for up to `count` drafted tokens: none, all, and a few if the length may adapt."""
-    return tuple(sorted({1, min(4, count + 1), count + 1})) if adaptive else (1, count + 1)
+    return tuple(sorted({1, *(min(few, count + 1) for few in (4, 8)), count + 1})) if adaptive else (1, count + 1)
 
 
 def relative_cost(draft: ModelSpec, target: ModelSpec) -> float:

@@ -23,7 +23,7 @@ class State(NamedTuple):
 
 
 def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
-    """Looks up matches of `ngram_max` down to `ngram_min` tokens. ConfigError where they shall be verified as if drawn."""
+    """Looks up matches of `ngram_max` down to `ngram_min` tokens. ConfigError where the rejection rule is asked for."""
     if config.verify == "rejection":
         raise ConfigError("ngram picks its drafts and draws none: verify must be auto or coupled, not rejection")
     return prompt_lookup(config.draft_tokens, config.draft_adaptive, config.ngram_max, config.ngram_min), {}

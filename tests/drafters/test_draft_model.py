@@ -141,7 +141,9 @@ def greedy_text(params, prompt, length: int) -> tuple[int, ...]:
 
 def test_a_hotter_draft_is_rejected_more():
     params = random_params()
-    jobs = {row: Job([4, 5, 6], SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True), row) for row in range(4)}
+    jobs = {
+        row: Job([4, 5, 6], SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True), row) for row in range(4)
+    }
     accepted = []
     for temperature in (None, 3.0):
         config = EngineConfig(draft_tokens=4, draft_adaptive=False, draft_temperature=temperature)
