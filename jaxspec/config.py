@@ -12,6 +12,8 @@ from jaxspec.errors import ConfigError, RequestError
 MAX_NODES = 63
 """Nodes of a draft tree: two ancestor words, less the root."""
 MIN_TEMPERATURE = 1e-6
+PREFILL_ROW = 64
+"""Prompt tokens that attend together."""
 MAX_STOP_IDS = 32
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
@@ -57,6 +59,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     logprobs: int | None = None
     """Log probabilities of each emitted token and of this many likeliest ones, of the model's own distribution."""
     skip_special_tokens: bool = True
+    priority: int = 0
+    """A request may be overtaken by at most 64 later ones for each level that theirs is lower."""
+    cache_salt: str = ""
+    """Cached prefixes are shared between requests of the same salt only."""
 
     def __post_init__(self) -> None:
         for ok, what in self._checks():
@@ -97,6 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 self.seed is None or -(2**63) <= self.seed < 2**64,
                 f"seed must fit in 64 bits, not {self.seed}",
             ),
+            (abs(self.priority) < 2**31, f"priority must fit in 32 bits, not {self.priority}"),
             (self.n >= 1, f"n must be 1 or more, not {self.n}"),
             (
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
@@ -144,6 +151,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Prompt and output tokens of one request at most; None is the model's own context."""
     kv_memory: float = 1.0
     """GiB for the key/value pool."""
+    prefill_chunk: int = 256
+    """Prompt tokens written between two rounds at most: running requests wait no longer than for these."""
+    prefix_cache: bool = True
+    """Keep the pages of finished and running texts for requests that begin alike."""
     page_size: int | None = None
     """Token slots a page; None is 64 on the CPU and 128 elsewhere."""
     seed: int | None = None
@@ -173,6 +184,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             (
                 self.max_context is None or self.max_context >= 2,
                 f"max_context must be 2 or more, not {self.max_context}",
+            ),
+            (
+                self.prefill_chunk >= 1 and self.prefill_chunk % PREFILL_ROW == 0,
+                f"prefill_chunk must be a multiple of {PREFILL_ROW}, not {self.prefill_chunk}",
             ),
             (self.page_size is None or self.page_size >= 1, f"page_size must be 1 or more, not {self.page_size}"),
         ):

@@ -1,16 +1,18 @@
 """The decode loop on the device: prompts in, rounds, and the state they carry. Knows protocols, no concrete plug-in."""
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxspec.kv.pool import duplicate
 from jaxspec.models.transformer import forward
 from jaxspec.program import NEUTRAL, Program
 from jaxspec.round import empty_output, one_round
 from jaxspec.types import DecodeState, History, Models, Output, Progress, Sampling, Sequences
-from pallas_kernels import Rows
+from pallas_kernels import Rows, pack
 
 
 @partial(jax.jit, static_argnames=("program", "batch", "table_width"))
@@ -34,23 +36,22 @@ def init_state(program: Program, batch: int, table_width: int) -> DecodeState:
     )
 
 
-@partial(jax.jit, static_argnames="program", donate_argnames="state")
+@partial(jax.jit, static_argnames=("program", "width"), donate_argnames="state")
 def prefill(
-    params: Models,
-    state: DecodeState,
-    rows: Rows,
-    tokens: Int[Array, "R T"],
-    *,
-    program: Program,
+    params: Models, state: DecodeState, rows: Rows, tokens: Int[Array, "N"], *, program: Program, width: int
 ) -> DecodeState:
-    """Write the keys and values of prompt chunks; the last token of a prompt is left to its first round as the root."""
-    positions = rows.start[:, None] + jnp.arange(tokens.shape[1])
-    chunk = rows, tokens, positions, None
-    _, pool = forward(params.target, program.model, program.pool, *chunk, state.pool, state.sequences)
+    """Write the keys and values of prompt chunks; the last token of a prompt is left to its first round as the root.
+
+    `tokens` holds the rows' tokens one row after the other; no row has more than `width`.
+    """
+    packing = pack(rows, tokens.shape[0], width)
+    positions = rows.start[packing.row] + packing.column
+    chunk = rows, tokens[None], positions[None], None
+    _, pool = forward(params.target, program.model, program.pool, *chunk, state.pool, state.sequences, packing)
     draft_pool = state.draft_pool
     if program.draft_pool is not None:
         model = program.drafter.model
-        _, draft_pool = forward(params.draft, model, program.draft_pool, *chunk, draft_pool, state.sequences)
+        _, draft_pool = forward(params.draft, model, program.draft_pool, *chunk, draft_pool, state.sequences, packing)
     return state._replace(pool=pool, draft_pool=draft_pool)
 
 
@@ -58,14 +59,13 @@ def prefill(
 def admit(
     state: DecodeState,
     row: Int[Array, ""],
-    pages: Int[Array, "P"],
     prompt: Int[Array, "S"],
     prompt_length: Int[Array, ""],
     sampling: Sampling,
     *,
     program: Program,
 ) -> DecodeState:
-    """Give a row to a request: its pages, its sampling and an empty history. It becomes active with `activate`.
+    """Give a row to a request: its sampling and an empty history. It has pages by `set_pages`, rounds by `set_active`.
 
     `prompt` is padded to any length; the request resumes after all but its last token.
     """
@@ -76,7 +76,7 @@ def admit(
     start = Progress(prompt[length], *jnp.zeros(2, jnp.int32), *jnp.zeros(4, jnp.int32))
     return state._replace(
         sequences=Sequences(
-            sequences.page_table.at[:, row].set(pages),
+            sequences.page_table,
             sequences.length.at[:, row].set(length),
             sequences.dropped.at[:, row].set(0),
             sequences.position.at[row].set(length),
@@ -92,6 +92,51 @@ def admit(
 def set_active(state: DecodeState, active: Bool[Array, "B"]) -> DecodeState:
     """Start prefilled rows and stop rows that the host has ended."""
     return state._replace(progress=state.progress._replace(active=active))
+
+
+@partial(jax.jit, donate_argnames="state")
+def set_pages(state: DecodeState, table: Int[Array, "B P"]) -> DecodeState:
+    """The pages of all rows, as the host has reserved them."""
+    return state._replace(sequences=state.sequences._replace(page_table=table[None]))
+
+
+@partial(jax.jit, static_argnames="program", donate_argnames="state")
+def copy_page(state: DecodeState, source: Int[Array, ""], target: Int[Array, ""], *, program: Program) -> DecodeState:
+    """Copy a page of every layer, the drafter's included: what a fork does with a page that is not full."""
+    pool = duplicate(program.pool, state.pool, source, target)
+    draft_pool = state.draft_pool
+    if program.draft_pool is not None:
+        draft_pool = duplicate(program.draft_pool, draft_pool, source, target)
+    return state._replace(pool=pool, draft_pool=draft_pool)
+
+
+class Saved(NamedTuple):
+    """All that a row knows besides its pages: a request that gave way goes on from it in any row."""
+
+    progress: Progress
+    sampling: Sampling
+    history: History
+    drafter: Any
+
+
+@jax.jit
+def save_row(state: DecodeState, row: Int[Array, ""]) -> Saved:
+    """Of a request that gives way."""
+    kept = Saved(state.progress, state.sampling, state.history, state.drafter)
+    return jax.tree.map(lambda a: a[row], kept)
+
+
+@partial(jax.jit, donate_argnames="state")
+def restore_row(state: DecodeState, row: Int[Array, ""], length: Int[Array, ""], saved: Saved) -> DecodeState:
+    """Give a row to a request that had one before; `length` slots are committed once its tokens are written again."""
+    now = Saved(state.progress, state.sampling, state.history, state.drafter)
+    then = jax.tree.map(lambda old, new: old.at[row].set(new), now, saved)
+    sequences = state.sequences._replace(
+        length=state.sequences.length.at[:, row].set(length),
+        dropped=state.sequences.dropped.at[:, row].set(0),
+        position=state.sequences.position.at[row].set(length),
+    )
+    return state._replace(sequences=sequences, **then._asdict())
 
 
 def select_rows(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:

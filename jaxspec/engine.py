@@ -2,18 +2,19 @@
 
 import random
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import decode
-from jaxspec.config import EngineConfig, SamplingParams
+from jaxspec.config import PREFILL_ROW, EngineConfig, SamplingParams
 from jaxspec.drafters import get_drafter
 from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.host.output import Emitted, Transcript
 from jaxspec.host.request import Sample, TextDelta, TokenLogprobs
-from jaxspec.host.scheduler import Scheduler
+from jaxspec.host.scheduler import Admission, Chunk, Running, Scheduler
 from jaxspec.kv.formats import get_format
 from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.loading import LoadedModel
@@ -24,12 +25,26 @@ from jaxspec.sampling import sampling_row
 from jaxspec.types import Models, Output, Params
 from pallas_kernels import Rows
 
-CHUNK = 64
-"""Prompt tokens of one prefill row."""
-CHUNK_ROWS = (1, 4)
-"""Prefill rows of one call: with CHUNK, the shapes that prefill compiles for."""
 BATCH_BUCKETS = (1, 8, 32, 128, 512)
 """Batch sizes that decoding compiles for, below the engine's own maximum."""
+PLACES_A_LEVEL = 64
+"""Places in line that a level of priority is worth."""
+
+
+class Flight(NamedTuple):
+    """Rounds that the device was given and the host has not read."""
+
+    output: Output
+    rows: dict[int, Running]
+
+
+class News(NamedTuple):
+    """What was read of one sample and not told yet."""
+
+    running: Running
+    emitted: list[Emitted]
+    finish: Finish
+    when: float
 
 
 class Engine:
@@ -42,9 +57,19 @@ class Engine:
         pool, self._table_width = _pool(config, loaded.spec, drafter.model, self.max_context + drafter.tree.size)
         self.program = Program(loaded.spec, pool, drafter)
         self.params = Models(_laid_out(loaded.params), _laid_out(draft_params))
-        self.scheduler = Scheduler(pool.num_pages, pool.page_size, drafter.tree.size, config.max_batch)
+        self.scheduler = Scheduler(
+            pool.num_pages,
+            pool.page_size,
+            look_ahead=drafter.tree.size,
+            max_emitted=self.program.max_emitted,
+            max_batch=config.max_batch,
+            prefix_cache=config.prefix_cache,
+        )
         self._buckets = [b for b in BATCH_BUCKETS if b < config.max_batch] + [config.max_batch]
+        self._shapes = _prefill_shapes(config.prefill_chunk)
         self._batch = 0
+        self._arrivals = 0
+        self._flight: Flight | None = None
         self._seeds = random.Random(config.seed)
 
     @property
@@ -63,8 +88,9 @@ class Engine:
         self._check(ids, params)
         max_tokens = min(params.max_tokens, self.max_context - len(ids))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        place = self._arrivals + PLACES_A_LEVEL * params.priority
         now = time.perf_counter()
-        samples = [Sample(request_id, i, ids, params, max_tokens, seed, now) for i in range(params.n)]
+        samples = [Sample(request_id, i, ids, params, max_tokens, seed, now, place) for i in range(params.n)]
         need, have = self.scheduler.pages_needed(samples[0]), self.scheduler.pages.num_pages
         if need > have:
             size = self.program.pool.page_size
@@ -72,32 +98,23 @@ class Engine:
                 f"prompt of {len(ids)} tokens with max_tokens {max_tokens} needs {need} pages of {size} slots, "
                 f"the pool has {have}: lower max_tokens or raise kv_memory"
             )
-        self.scheduler.waiting.extend(samples)
+        self._arrivals += 1
+        for sample in samples:
+            stream = self.tokenizer.stream(params.skip_special_tokens)
+            self.scheduler.add(sample, Transcript(sample, stream))
 
     def abort(self, request_id: str) -> None:
         """Forget a request; nothing more is heard of it."""
         self.scheduler.abort(request_id)
 
     def step(self) -> list[TextDelta]:
-        """Admit what fits, write its prompts, run some rounds; returns what each running sample has to tell."""
-        self._resize()
-        new = self.scheduler.admit(self._batch, self._open)
-        for row in new:
-            self._admit(row)
-        self._prefill(new)
-        rows = self.scheduler.rows
-        if not rows:
-            return []
-        active = np.zeros(self._batch, bool)
-        active[list(rows)] = True
-        self.state = decode.set_active(self.state, active)
-        # A first token is shown at once; with others waiting, the first free row ends the call.
-        rounds = 1 if new else self.program.max_rounds
-        least = len(rows) if self.scheduler.waiting else 1
-        self.state, output = decode.run(
-            self.params, self.state, np.int32(rounds), np.int32(least), program=self.program
-        )
-        return self._collect(output)
+        """Read what the device has done, give it more to do, and meanwhile make text of what was read.
+
+        So the first call of a busy time has no news.
+        """
+        news = self._read()
+        self._dispatch()
+        return [self._tell(piece) for piece in news]
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
         if not ids:
@@ -116,8 +133,34 @@ class Engine:
             if values and not (min(values) >= 0 and max(values) < known):
                 raise RequestError(f"{what} must be 0 to {known - 1}, the model's vocabulary")
 
-    def _open(self, sample: Sample) -> Transcript:
-        return Transcript(sample, self.tokenizer.stream(sample.params.skip_special_tokens))
+    def _dispatch(self) -> None:
+        """Admit what fits, write a chunk of prompts, and start some rounds of the rows that are ready."""
+        if not self.has_work:
+            return
+        self._resize()
+        for admission in self.scheduler.admit(self._batch):
+            self._place(admission)
+        before = self.scheduler.decoding
+        self._prefill(self.scheduler.next_chunks(self.config.prefill_chunk))
+        ready = self.scheduler.decoding
+        # A first token is shown at once, and prompts that are not written yet wait for one round only.
+        alone = len(ready) == len(self.scheduler.rows) and ready.keys() == before.keys()
+        rounds, gone = self.scheduler.reserve(self.program.max_rounds if alone else 1)
+        for row, running in gone:
+            running.saved = decode.save_row(self.state, np.int32(row))
+        ready = self.scheduler.decoding
+        if not ready:
+            return
+        self._send_pages()
+        active = np.zeros(self._batch, bool)
+        active[list(ready)] = True
+        self.state = decode.set_active(self.state, active)
+        # With others waiting, the first free row ends the call.
+        least = len(ready) if self.scheduler.waiting else 1
+        self.state, output = decode.run(
+            self.params, self.state, np.int32(rounds), np.int32(least), program=self.program
+        )
+        self._flight = Flight(output, ready)
 
     def _resize(self) -> None:
         """Move to the smallest batch bucket that holds the work there is."""
@@ -130,11 +173,18 @@ class Engine:
             self.state = decode.select_rows(self.state, jnp.array(old + [0] * (wanted - len(old)), jnp.int32))
         self._batch = wanted
 
-    def _admit(self, row: int) -> None:
-        running = self.scheduler.rows[row]
-        sample = running.sample
-        pages = np.zeros(self._table_width, np.int32)
-        pages[: len(running.pages)] = running.pages
+    def _place(self, admission: Admission) -> None:
+        """Give an admitted sample its row on the device."""
+        running, copy = admission
+        sample, row = running.sample, np.int32(running.row or 0)
+        if copy is not None:
+            source, target = np.int32(copy.source), np.int32(copy.target)
+            self.state = decode.copy_page(self.state, source, target, program=self.program)
+        if running.saved is not None:
+            length = np.int32(len(running.tokens) - 1)
+            self.state = decode.restore_row(self.state, row, length, running.saved)
+            running.saved = None
+            return
         prompt = np.zeros(self.max_context, np.int32)
         prompt[: len(sample.prompt_ids)] = sample.prompt_ids
         sampling = sampling_row(
@@ -145,66 +195,95 @@ class Engine:
             eos_ids=self.tokenizer.eos_ids,
         )
         self.state = decode.admit(
-            self.state, np.int32(row), pages, prompt, np.int32(len(sample.prompt_ids)), sampling, program=self.program
+            self.state, row, prompt, np.int32(len(sample.prompt_ids)), sampling, program=self.program
         )
 
-    def _prefill(self, new: list[int]) -> None:
-        """Write the prompts of new rows, all but their last token, in calls of a few chunks each."""
-        chunks = [
-            (row, start, prompt[start : start + CHUNK])
-            for row in new
-            for prompt in [self.scheduler.rows[row].sample.prompt_ids[:-1]]
-            for start in range(0, len(prompt), CHUNK)
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        """Write chunks of prompts, packed one after the other, and start the clocks of those that are whole now."""
+        parts = [
+            (running.row, start + at, tokens[at : at + PREFILL_ROW])
+            for running, start, tokens in chunks
+            for at in range(0, len(tokens), PREFILL_ROW)
         ]
-        while chunks:
-            size = CHUNK_ROWS[-1] if len(chunks) > CHUNK_ROWS[-1] // 2 else CHUNK_ROWS[0]
-            part, chunks = chunks[:size], chunks[size:]
-            rows, tokens = np.zeros((3, size), np.int32), np.zeros((size, CHUNK), np.int32)
-            for i, (row, start, ids) in enumerate(part):
-                rows[:, i] = row, start, len(ids)
-                tokens[i, : len(ids)] = ids
-            self.state = decode.prefill(self.params, self.state, Rows(*jnp.asarray(rows)), tokens, program=self.program)
-        if new:
-            jax.block_until_ready(self.state)
-        for row in new:
-            self.scheduler.rows[row].transcript.start()
+        if parts:
+            self._send_pages()
+        while parts:
+            width, rows = next(shape for shape in self._shapes if _fitting(parts, shape) or shape == self._shapes[-1])
+            now = _fitting(parts, (width, rows)) or parts[:rows]
+            parts = parts[len(now) :]
+            table, tokens = np.zeros((3, rows), np.int32), np.zeros(width, np.int32)
+            table[:, : len(now)] = np.array([(row, start, len(ids)) for row, start, ids in now]).T
+            flat = np.concatenate([ids for _, _, ids in now])
+            tokens[: len(flat)] = flat
+            self.state = decode.prefill(
+                self.params, self.state, Rows(*jnp.asarray(table)), tokens, program=self.program, width=PREFILL_ROW
+            )
+        ready = [running for running, _, _ in chunks if running.prefilled]
+        if ready:
+            jax.block_until_ready(self.state.sequences)
+        for running, _, _ in chunks:
+            self.scheduler.publish(running)
+        for running in ready:
+            running.transcript.start()
 
-    def _collect(self, output: Output) -> list[TextDelta]:
-        """Read a call's output back, once, and hand every row its tokens."""
-        rows = self.scheduler.rows
+    def _send_pages(self) -> None:
+        table = np.zeros((self._batch, self._table_width), np.int32)
+        for row, running in self.scheduler.rows.items():
+            table[row, : len(running.table.pages)] = running.table.pages
+        self.state = decode.set_pages(self.state, table)
+
+    def _read(self) -> list[News]:
+        """Wait for the device, and take what it emitted to the books."""
+        if self._flight is None:
+            return []
+        (output, rows), self._flight = self._flight, None
         finish = np.asarray(self.state.progress.finish)
         counts, tokens, stats = (np.asarray(a) for a in (output.count, output.tokens, output.stats))
-        asked = any(r.sample.params.logprobs is not None for r in rows.values())
+        asked = any(running.sample.params.logprobs is not None for running in rows.values())
         logprobs = (
             tuple(np.asarray(a) for a in (output.logprob, output.top_ids, output.top_logprobs)) if asked else None
         )
-        news = []
-        for row in sorted(rows):
-            transcript, top = rows[row].transcript, rows[row].sample.params.logprobs
+        news, now = [], time.perf_counter()
+        for row, running in rows.items():
+            if running.row != row:
+                continue  # ended by the host while the device went on
+            top = running.sample.params.logprobs
             emitted = [
                 Emitted(int(tokens[row, i]), tuple(stats[row, i].tolist()), _logprobs(tokens, logprobs, row, i, top))
                 for i in range(counts[row])
             ]
-            delta = transcript.push(emitted)
-            reason = self._reason(transcript, Finish(int(finish[row])))
-            if reason is not None:
-                delta = transcript.finish(delta, *reason)
-                self.scheduler.finish(row)
-            news.append(delta)
+            self.scheduler.commit(running, [token.token_id for token in emitted])
+            why = Finish(int(finish[row]))
+            if why != Finish.NOT_FINITE:
+                self.scheduler.publish(running)
+            if why != Finish.RUNNING:
+                self.scheduler.finish(running)
+            news.append(News(running, emitted, why, now))
         return news
 
-    def _reason(self, transcript: Transcript, finish: Finish) -> tuple[str, int | str | None] | None:
-        """finish_reason and stop_reason of an ended sample; None while it runs."""
-        if transcript.stop_reason is not None:
-            return "stop", transcript.stop_reason
-        if finish == Finish.STOP:
-            last = transcript.tokens[-1].token_id
-            return "stop", last if last in transcript.sample.params.stop_token_ids else None
-        if finish == Finish.LENGTH:
-            return "length", None
-        if finish == Finish.NOT_FINITE:
-            return "error", "the model gave logits that are not finite: check its weights"
-        return None
+    def _tell(self, news: News) -> TextDelta:
+        """Make text of what was emitted; a stop string that shows up in it ends the sample."""
+        transcript = news.running.transcript
+        delta = transcript.push(news.emitted, news.when)
+        reason = _reason(transcript, news.finish)
+        if reason is None:
+            return delta
+        self.scheduler.finish(news.running)
+        return transcript.finish(delta, *reason)
+
+
+def _reason(transcript: Transcript, finish: Finish) -> tuple[str, int | str | None] | None:
+    """finish_reason and stop_reason of an ended sample; None while it runs."""
+    if transcript.stop_reason is not None:
+        return "stop", transcript.stop_reason
+    if finish == Finish.STOP:
+        last = transcript.tokens[-1].token_id
+        return "stop", last if last in transcript.sample.params.stop_token_ids else None
+    if finish == Finish.LENGTH:
+        return "length", None
+    if finish == Finish.NOT_FINITE:
+        return "error", "the model gave logits that are not finite: check its weights"
+    return None
 
 
 def _logprobs(tokens, logprobs, row: int, i: int, top: int | None) -> TokenLogprobs | None:
@@ -213,6 +292,17 @@ def _logprobs(tokens, logprobs, row: int, i: int, top: int | None) -> TokenLogpr
     chosen, ids, values = (a[row, i] for a in logprobs)
     best = dict(zip(ids[:top].tolist(), values[:top].tolist(), strict=True))
     return TokenLogprobs(int(tokens[row, i]), float(chosen), best)
+
+
+def _prefill_shapes(chunk: int) -> list[tuple[int, int]]:
+    """Packed tokens and rows that prefill compiles for: a short prompt, a part of a long one, many short ones."""
+    return sorted({(PREFILL_ROW, 1), (chunk, chunk // PREFILL_ROW), (chunk, chunk // 16)})
+
+
+def _fitting(parts: list, shape: tuple[int, int]) -> list:
+    """All parts, if a call of that shape takes them; else none."""
+    size, rows = shape
+    return parts if len(parts) <= rows and sum(len(ids) for _, _, ids in parts) <= size else []
 
 
 def _context(config: EngineConfig, trained: int) -> int:

@@ -25,6 +25,25 @@ class Rows(NamedTuple):
     """Tokens of each row, 0 to T."""
 
 
+class Packing(NamedTuple):
+    """How N packed tokens lie in the R rows of T that they attend in."""
+
+    token: Int[Array, "R T"]
+    """Packed index of every place of a row; any for padding."""
+    row: Int[Array, "N"]
+    column: Int[Array, "N"]
+
+
+def pack(rows: Rows, size: int, width: int) -> Packing:
+    """For `size` tokens that hold the rows' tokens one row after the other, and padding at the end."""
+    ends = jnp.cumsum(rows.count)
+    index = jnp.arange(size)
+    row = jnp.minimum(jnp.searchsorted(ends, index, side="right"), rows.count.shape[0] - 1)
+    begins = ends - rows.count
+    column = jnp.minimum(index - begins[row], width - 1)
+    return Packing(jnp.minimum(begins[:, None] + jnp.arange(width), size - 1), row, column)
+
+
 def page_slots(
     rows: Rows, page_table: Int[Array, "B P"], page: int, width: int
 ) -> tuple[Int[Array, "R T"], Int[Array, "R T"]]:

@@ -90,8 +90,9 @@ def decode_all(
     """Run each job in its row until all have ended; `edit` may change the state once the prompts are in."""
     pages = pages or page_lists(program, batch)
     state = decode.init_state(program, batch, table_width(program))
+    state = decode.set_pages(state, np.int32(pages))
     for row, job in jobs.items():
-        state = _admit(params, program, state, row, job, pages[row], chunk)
+        state = _admit(params, program, state, row, job, chunk)
     state = edit(decode.set_active(state, np.isin(np.arange(batch), list(jobs))))
     tokens = {row: [] for row in jobs}
     logprobs = {row: [] for row in jobs}
@@ -113,15 +114,14 @@ def decode_all(
     }
 
 
-def _admit(params, program: Program, state, row: int, job: Job, pages: list[int], chunk: int):
+def _admit(params, program: Program, state, row: int, job: Job, chunk: int):
     prompt = np.zeros(SPEC.max_context, np.int32)
     prompt[: len(job.prompt)] = job.prompt
     sampling = sampling_row(job.params, seed=job.seed, max_tokens=job.params.max_tokens, eos_ids=job.eos_ids)
-    state = decode.admit(
-        state, np.int32(row), np.int32(pages), prompt, np.int32(len(job.prompt)), sampling, program=program
-    )
+    state = decode.admit(state, np.int32(row), prompt, np.int32(len(job.prompt)), sampling, program=program)
     for start in range(0, len(job.prompt) - 1, chunk):
         part = np.int32(job.prompt[start : min(start + chunk, len(job.prompt) - 1)])
         rows = Rows(np.int32([row]), np.int32([start]), np.int32([len(part)]))
-        state = decode.prefill(params, state, rows, np.pad(part, (0, chunk - len(part)))[None], program=program)
+        tokens = np.pad(part, (0, chunk - len(part)))
+        state = decode.prefill(params, state, rows, tokens, program=program, width=chunk)
     return state

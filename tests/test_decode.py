@@ -280,7 +280,8 @@ def test_law_6_one_program_serves_all_drafts_acceptances_and_mixes():
 
     drafter = scripted(tree, np.zeros((4, 1), np.int32), 0.0, widths=(1, 4, 8))._replace(propose=propose)
     program = make_program(drafter, pages=160)
-    pages, state = page_lists(program, 4), decode.init_state(program, 4, table_width(program))
+    state = decode.init_state(program, 4, table_width(program))
+    state = decode.set_pages(state, np.int32(page_lists(program, 4)))
     prompt = np.zeros(SPEC.max_context, np.int32)
     prompt[:3] = 0, 1, 2
     counts, compiled = set(), set()
@@ -291,9 +292,7 @@ def test_law_6_one_program_serves_all_drafts_acceptances_and_mixes():
             params = options[rng.integers(len(options))]
             params = SamplingParams(temperature=params.temperature, top_k=params.top_k, logit_bias=bias, max_tokens=40)
             row, sampling = int(rng.integers(4)), sampling_row(params, seed=call, max_tokens=40)
-            state = decode.admit(
-                state, np.int32(row), np.int32(pages[row]), prompt, np.int32(3), sampling, program=program
-            )
+            state = decode.admit(state, np.int32(row), prompt, np.int32(3), sampling, program=program)
             state = decode.set_active(state, np.arange(4) <= row)
         state, out = decode.run(PARAMS, state, np.int32(1), np.int32(1), program=program)
         counts |= set(np.asarray(out.count).tolist())

@@ -45,6 +45,12 @@ def logprobs(output) -> np.ndarray:
     return np.float32([entry.logprob for entry in output.logprobs])
 
 
+def unheld(llm: LLM) -> int:
+    """Pages that no sequence holds: free ones, and those that the prefix cache would give up."""
+    scheduler = llm.engine.scheduler
+    return scheduler.pages.free + scheduler.cache.evictable
+
+
 @contextmanager
 def compilations() -> Iterator[list[str]]:
     """Names of the events of compiling that happen meanwhile."""
@@ -84,7 +90,7 @@ def test_waiting_for_pages_changes_nothing(tiny_model, together):
     assert scarce.engine.scheduler.pages.num_pages == 17
     got = scarce.generate([p for p, _ in MIX], [k for _, k in MIX])
     assert [o.token_ids for o in got] == [o.token_ids for o in together]
-    assert scarce.engine.scheduler.pages.free == 17
+    assert unheld(scarce) == 17
 
 
 def test_requests_that_arrive_later_join_the_batch(llm, together):
@@ -232,15 +238,16 @@ def test_bad_engine_options_are_refused(tiny_model):
 
 
 def test_abort_frees_rows_and_pages(llm):
-    free = llm.engine.scheduler.pages.free
+    free = unheld(llm)
     for name in ("a", "b"):
         llm.engine.add(name, "she sells", SamplingParams(max_tokens=60, n=2, ignore_eos=True))
     llm.engine.step()
+    assert {news.request_id for news in llm.engine.step()} == {"a", "b"}
     llm.engine.abort("a")
     assert {news.request_id for news in llm.engine.step()} == {"b"}
     llm.engine.abort("b")
     assert not llm.engine.has_work
-    assert llm.engine.scheduler.pages.free == free
+    assert unheld(llm) == free
 
 
 def test_bfloat16_weights_and_cache_run(tiny_model):

@@ -129,11 +129,14 @@ def _timer(
     prompt = np.pad(tokens, (0, table_width * page - context))
     sampling = sampling_row(params, seed=0, max_tokens=2**30, eos_ids=())
 
+    pages = np.arange(batch * row_pages, dtype=np.int32).reshape(batch, row_pages)
+    table = np.pad(pages, ((0, 0), (0, table_width - row_pages)))
+
     def set_up() -> DecodeState:
         state = decode.init_state(program, batch, table_width)
+        state = decode.set_pages(state, table)
         for row in range(batch):
-            pages = np.pad(np.arange(row_pages, dtype=np.int32) + row * row_pages, (0, table_width - row_pages))
-            state = decode.admit(state, np.int32(row), pages, prompt, np.int32(context), sampling, program=program)
+            state = decode.admit(state, np.int32(row), prompt, np.int32(context), sampling, program=program)
         return jax.block_until_ready(decode.set_active(state, np.ones(batch, bool)))
 
     def time_rounds() -> Timing:

@@ -46,6 +46,8 @@ SAMPLING = {
     "n": Flag(int, "Samples of each prompt."),
     "logprobs": Flag(int, "Log probabilities of each token and of this many likeliest ones, 0 to 20, in JSON output."),
     "skip_special_tokens": Flag(bool, "Leave special tokens out of the text."),
+    "priority": Flag(int, "Place in line: a level lower may overtake up to 64 requests that came before."),
+    "cache_salt": Flag(str, "Share cached prefixes only with requests of the same salt."),
 }
 
 ENGINE = {
@@ -58,7 +60,7 @@ ENGINE = {
     ),
     "verify": Flag(
         str,
-        "rejection accepts most; coupled keeps a seed's text that of plain decoding; auto: the first where models draft.",
+        "rejection accepts most; coupled keeps a seed's text that of plain decoding; auto: as the drafter needs.",
     ),
     "draft_model": Flag(str, "draft_model: the model that drafts, given like --model; of the same vocabulary."),
     "draft_layers": Flag(int, "layer_skip: first layers of the model that draft; a third of them if not given."),
@@ -69,6 +71,8 @@ ENGINE = {
     "max_batch": Flag(int, "Samples decoded at once."),
     "max_context": Flag(int, "Tokens of prompt and output together at most; the model's own if not given."),
     "kv_memory": Flag(float, "GiB of memory for the key/value cache."),
+    "prefill_chunk": Flag(int, "Prompt tokens written between two rounds; running answers pause no longer than that."),
+    "prefix_cache": Flag(bool, "Keep what was computed for requests that begin alike."),
     "page_size": Flag(int, "Tokens a cache page; 64 on the CPU and 128 elsewhere if not given."),
 }
 

@@ -70,7 +70,7 @@ class Transcript:
     def __init__(self, sample: Sample, stream: TextStream) -> None:
         self.sample = sample
         self.tokens: list[Emitted] = []
-        self.started = self.first = self.last = time.perf_counter()
+        self.started = self.first = self.last = 0.0
         self.stop_reason: int | str | None = None
         self._stream = stream
         self._stop = StopMatcher(sample.params.stop_strings, sample.params.include_stop_str_in_output)
@@ -80,13 +80,16 @@ class Transcript:
         """The prompt is in the cache: decode time runs from now."""
         self.started = time.perf_counter()
 
-    def push(self, tokens: list[Emitted]) -> TextDelta:
-        """Take tokens in, up to one that completes a stop string: `stop_reason` is then set and the rest dropped."""
+    def push(self, tokens: list[Emitted], now: float) -> TextDelta:
+        """Take tokens in, up to one that completes a stop string: `stop_reason` is then set and the rest dropped.
+
+        `now` is when they were read from the device, by the clock `time.perf_counter`.
+        """
         before = self.tokens[-1].counters if self.tokens else (0, 0, 0)
         kinds = chain.from_iterable(map(token_kinds, read_rounds([t.counters for t in tokens], before)))
-        self.last = time.perf_counter()
+        self.last = now
         if tokens and not self.tokens:
-            self.first = self.last
+            self.first = now
         pieces = []
         for token, kind in zip(tokens, kinds, strict=True):
             self.tokens.append(token)
@@ -132,6 +135,7 @@ class Transcript:
                 drafted=sum(r.drafted for r in rounds),
                 accepted=sum(r.accepted for r in rounds),
                 prompt_tokens=len(sample.prompt_ids),
+                cached_tokens=sample.cached_tokens,
                 time_to_first_token=self.first - sample.arrival,
             ),
             rounds=rounds,

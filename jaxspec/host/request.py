@@ -50,6 +50,8 @@ class Statistics:
     drafted: int = 0
     accepted: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that did not have to be computed: they were found in the prefix cache, or came with a fork."""
     time_to_first_token: float = 0.0
     """Seconds from the request's arrival."""
 
@@ -69,7 +71,7 @@ class Statistics:
 
     def as_dict(self) -> dict[str, int | float]:
         """The figures `generate --json` and `batch` print."""
-        names = ("tokens", "seconds", "tokens_per_second", "steps", "tau", "acceptance_rate")
+        names = ("tokens", "seconds", "tokens_per_second", "steps", "tau", "acceptance_rate", "cached_tokens")
         return {name: getattr(self, name) for name in names}
 
 
@@ -165,3 +167,12 @@ class Sample:
     """As asked for, bounded by the context."""
     seed: int
     arrival: float
+    place: int = 0
+    """In the line: the lower the earlier."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were found in the cache."""
+
+    @property
+    def namespace(self) -> tuple[str]:
+        """Who shares cached prefixes with it."""
+        return (self.params.cache_salt,)

@@ -1,68 +1,278 @@
-"""Who runs: samples wait in order of arrival for a row of the batch and for all the pages they may ever need."""
+"""Who runs: requests wait in line for a row of the batch and for pages, and give way when pages run out.
 
-from collections import deque
-from dataclasses import dataclass
+Continuous batching (Orca, Yu et al. 2022) with chunked prefill (Sarathi, Agrawal et al. 2023) over shared pages. The
+first in line is never overtaken and the last in line gives way, so whoever came first always gets on.
+"""
 
-from jaxspec.host.blocks import PageAllocator
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxspec.errors import CapacityError
+from jaxspec.host.blocks import Copy, PageAllocator, Pages, PageTable, Waste
 from jaxspec.host.output import Transcript
+from jaxspec.host.radix import RadixCache
 from jaxspec.host.request import Sample
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
-    """A sample that holds a row and pages."""
+    """A sample from its arrival to its end."""
 
     sample: Sample
-    pages: list[int]
     transcript: Transcript
+    tokens: list[int]
+    """Prompt and output. The key and value of the last one are not written yet: it is the root of the next round."""
+    table: PageTable = field(default_factory=PageTable)
+    row: int | None = None
+    """Of the batch; None while it waits."""
+    saved: Any = None
+    """What the device knew of it when it had to give way."""
+    published: int = 0
+    """Whole pages that the prefix cache knows."""
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether everything but the root is written."""
+        return self.row is not None and self.table.tokens == len(self.tokens) - 1
+
+
+class Admission(NamedTuple):
+    """A sample that got a row, and the page that the device must copy first, where it starts as a fork."""
+
+    running: Running
+    copy: Copy | None
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one sample to be written next."""
+
+    running: Running
+    start: int
+    """Slot of the first one."""
+    tokens: list[int]
+
+
+@dataclass
+class Counters:
+    """What happened since the engine was made."""
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache or came with a fork."""
+    computed_tokens: int = 0
+    """Tokens written by prefill; more than the rest of the prompts where some gave way and came back."""
+    preemptions: int = 0
+    peak_running: int = 0
 
 
 class Scheduler:
-    """First come, first served; a sample takes its pages at admission and gives them back when it ends."""
+    """The line, the rows of the batch, and the pages.
 
-    def __init__(self, num_pages: int, page_size: int, look_ahead: int, max_batch: int) -> None:
+    `look_ahead` are the slots that drafts take beyond the root, `max_emitted` the tokens of a round at most.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        look_ahead: int,
+        max_emitted: int,
+        max_batch: int,
+        prefix_cache: bool = True,
+    ) -> None:
         self.pages = PageAllocator(num_pages)
-        self.page_size = page_size
-        self.look_ahead = look_ahead
-        self.max_batch = max_batch
-        self.waiting: deque[Sample] = deque()
+        self.tables = Pages(self.pages, page_size)
+        self.cache = RadixCache(self.pages, page_size) if prefix_cache else None
+        self.look_ahead, self.max_emitted, self.max_batch = look_ahead, max_emitted, max_batch
+        self.waiting: list[Running] = []
         self.rows: dict[int, Running] = {}
+        self.counters = Counters()
 
     def pages_needed(self, sample: Sample) -> int:
         """Pages for the prompt, all the tokens it may emit, and the drafts past the last one."""
-        slots = len(sample.prompt_ids) + sample.max_tokens + self.look_ahead
-        return -(-slots // self.page_size)
+        return self.tables.count(self._limit(sample))
 
     @property
     def wanted_rows(self) -> int:
         """Rows there is work for."""
         return min(len(self.rows) + len(self.waiting), self.max_batch)
 
-    def admit(self, batch: int, transcript) -> list[int]:
-        """Move waiting samples into free rows of a batch while pages last; returns those rows.
+    @property
+    def decoding(self) -> dict[int, Running]:
+        """The rows whose prompts are written."""
+        return {row: running for row, running in sorted(self.rows.items()) if running.prefilled}
 
-        `transcript(sample)` opens the sample's record. The first in line is never overtaken.
-        """
-        taken = []
+    @property
+    def waste(self) -> Waste:
+        """Slots that running samples hold and have not filled."""
+        counts = [self.tables.waste(running.table) for running in self.rows.values()]
+        return Waste(sum(w.partial for w in counts), sum(w.look_ahead for w in counts))
+
+    def add(self, sample: Sample, transcript: Transcript) -> None:
+        """Put a sample in line, behind those of its rank."""
+        insort(self.waiting, Running(sample, transcript, list(sample.prompt_ids)), key=_place)
+
+    def admit(self, batch: int) -> list[Admission]:
+        """Give free rows of a batch to the first in line, for as long as there are pages for the next one."""
+        admitted: list[Admission] = []
         free_rows = [row for row in range(batch) if row not in self.rows]
-        while self.waiting and free_rows and self.pages_needed(self.waiting[0]) <= self.pages.free:
-            sample, row = self.waiting.popleft(), free_rows.pop(0)
-            self.rows[row] = Running(sample, self.pages.allocate(self.pages_needed(sample)), transcript(sample))
-            taken.append(row)
-        return taken
+        for running in list(self.waiting):
+            if len(admitted) == len(free_rows):
+                break
+            if (parent := self._parent(running)) and not parent.prefilled:
+                continue  # it starts as a fork, soon
+            copy = self._take_over(running, parent)
+            if not self._fits(running):
+                self._release(running)
+                break
+            running.row = free_rows[len(admitted)]
+            self.rows[running.row] = running
+            self.waiting.remove(running)
+            self._count_admission(running)
+            admitted.append(Admission(running, copy))
+        return admitted
 
-    def finish(self, row: int) -> None:
-        """Free a row and its pages."""
-        self.pages.release(self.rows.pop(row).pages)
+    def next_chunks(self, budget: int) -> list[Chunk]:
+        """The next tokens to prefill, at most `budget`, first come first; from here on they count as written."""
+        chunks = []
+        for running in sorted((r for r in self.rows.values() if not r.prefilled), key=_place):
+            start = running.table.tokens
+            tokens = running.tokens[start : min(start + budget, len(running.tokens) - 1)]
+            if not tokens:
+                break
+            chunks.append(Chunk(running, start, tokens))
+            budget -= len(tokens)
+            self.counters.computed_tokens += len(tokens)
+            self.tables.commit(running.table, start + len(tokens))
+        return chunks
+
+    def reserve(self, rounds: int) -> tuple[int, list[tuple[int, Running]]]:
+        """Pages for the next rounds of all decoding rows: how many rounds they do for, and who had to give way.
+
+        Where pages are short it is fewer rounds, and then the last in line goes back to wait; with it comes the row it
+        had, which the device still holds.
+        """
+        gone = []
+        while True:
+            try:
+                for running in self.decoding.values():
+                    self._take(running, self._slots(running, rounds))
+            except CapacityError:
+                for running in self.decoding.values():
+                    self.tables.trim(running.table)
+                if rounds > 1:
+                    rounds = max(1, rounds // 4)
+                else:
+                    gone.append(self.preempt())
+            else:
+                return rounds, gone
+
+    def preempt(self) -> tuple[int, Running]:
+        """Send the last in line back to wait, without its pages; returns the row it had, too."""
+        running = max(self.rows.values(), key=_place)
+        row = self._leave(running)
+        insort(self.waiting, running, key=_place)
+        self.counters.preemptions += 1
+        return row, running
+
+    def commit(self, running: Running, emitted: list[int]) -> None:
+        """Take emitted tokens to the books, and give back the pages that were reserved for more."""
+        running.tokens += emitted
+        self.tables.commit(running.table, len(running.tokens) - 1)
+        self.tables.trim(running.table)
+
+    def publish(self, running: Running) -> None:
+        """Let others find the whole pages of a sample. Everything committed must be on its way to the device."""
+        whole = running.table.tokens // self.tables.page_size
+        if self.cache is not None and whole > running.published:
+            self.cache.insert(running.tokens[: running.table.tokens], running.table.pages, running.sample.namespace)
+            running.published = whole
+
+    def finish(self, running: Running) -> None:
+        """Free a sample's row and pages, or its place in line."""
+        if running.row is not None:
+            self._leave(running)
+        elif running in self.waiting:
+            self.waiting.remove(running)
 
     def renumber(self) -> list[int]:
-        """Close the gaps between running rows: returns the old row of each new one."""
+        """Close the gaps between rows: returns the old row of each new one."""
         old = sorted(self.rows)
         self.rows = {new: self.rows[row] for new, row in enumerate(old)}
+        for row, running in self.rows.items():
+            running.row = row
         return old
 
     def abort(self, request_id: str) -> None:
         """Drop every sample of a request, waiting or running."""
-        self.waiting = deque(s for s in self.waiting if s.request_id != request_id)
-        for row in [r for r, running in self.rows.items() if running.sample.request_id == request_id]:
-            self.finish(row)
+        self.waiting = [r for r in self.waiting if r.sample.request_id != request_id]
+        for running in [r for r in self.rows.values() if r.sample.request_id == request_id]:
+            self._leave(running)
+
+    def _limit(self, sample: Sample) -> int:
+        return len(sample.prompt_ids) + sample.max_tokens + self.look_ahead
+
+    def _slots(self, running: Running, rounds: int) -> int:
+        """Slots that so many rounds may write."""
+        length = len(running.tokens) - 1
+        return min(length + (rounds - 1) * self.max_emitted + 1 + self.look_ahead, self._limit(running.sample))
+
+    def _parent(self, running: Running) -> Running | None:
+        """The first sample of the same prompt, while it runs."""
+        if running.sample.index == 0 or running.saved is not None:
+            return None
+        same = (r for r in self.rows.values() if r.sample.request_id == running.sample.request_id)
+        return next((r for r in same if r.sample.index == 0), None)
+
+    def _take_over(self, running: Running, parent: Running | None) -> Copy | None:
+        """Start a sample on pages that hold the beginning of its text already."""
+        if parent is not None:
+            prompt = PageTable(parent.table.pages, len(running.tokens) - 1)
+            if prompt.tokens % self.tables.page_size == 0 or self._free(1):
+                running.table, copy = self.tables.fork(prompt)
+                return copy
+        pages = self.cache.match(running.tokens, running.sample.namespace) if self.cache else []
+        running.table = PageTable(pages, len(pages) * self.tables.page_size)
+        return None
+
+    def _fits(self, running: Running) -> bool:
+        """Whether it has pages up to its first round now, with one to spare for each that runs already."""
+        try:
+            self._take(running, self._slots(running, 1))
+        except CapacityError:
+            return False
+        return self._free(len(self.rows))
+
+    def _take(self, running: Running, slots: int) -> None:
+        self._free(self.tables.count(slots) - len(running.table.pages))
+        self.tables.reserve(running.table, slots)
+
+    def _free(self, count: int) -> bool:
+        """See that so many pages are free, at the expense of the prefix cache; whether it could be done."""
+        if self.cache is not None and count > self.pages.free:
+            self.cache.evict(count - self.pages.free)
+        return count <= self.pages.free
+
+    def _count_admission(self, running: Running) -> None:
+        if running.saved is None:
+            running.sample.cached_tokens = running.table.tokens
+            self.counters.prompt_tokens += len(running.sample.prompt_ids)
+            self.counters.hit_tokens += running.table.tokens
+        self.counters.peak_running = max(self.counters.peak_running, len(self.rows))
+
+    def _leave(self, running: Running) -> int:
+        row = next(row for row, other in self.rows.items() if other is running)
+        del self.rows[row]
+        running.row = None
+        self._release(running)
+        return row
+
+    def _release(self, running: Running) -> None:
+        running.published = 0
+        self.tables.release(running.table)
+
+
+def _place(running: Running) -> tuple[int, int]:
+    return running.sample.place, running.sample.index

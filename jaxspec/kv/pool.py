@@ -70,6 +70,12 @@ def compact(spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "
     return spec.format.move(pool, every_layer(*source), every_layer(*target))
 
 
+def duplicate(spec: PoolSpec, pool: Pool, source: Int[Array, ""], target: Int[Array, ""]) -> Pool:
+    """Copy one page of every layer to another."""
+    layers = jnp.arange(spec.num_layers) * spec.num_pages
+    return {name: array.at[layers + target].set(array[layers + source]) for name, array in pool.items()}
+
+
 def _physical(spec: PoolSpec, layer, pages):
     """Pages of one layer as physical pages; what was out of range stays out of range."""
     dropped = jnp.iinfo(jnp.int32).max

@@ -11,7 +11,7 @@ from jaxspec.kv.pool import Pool, PoolSpec, append, attend
 from jaxspec.models.linear import linear
 from jaxspec.models.spec import ModelSpec
 from jaxspec.types import Params, Sequences
-from pallas_kernels import Rows
+from pallas_kernels import Packing, Rows
 
 
 class RMSNorm(nn.Module):
@@ -79,11 +79,14 @@ def rotate(x: Float[Array, "R T K G D"], rotation) -> Float[Array, "R T K G D"]:
 
 
 @partial(jax.jit, static_argnames=("spec", "pool_spec"))
-def _layer(params, x, pool, layer, rotation, rows, table, ancestors, *, spec: ModelSpec, pool_spec: PoolSpec):
+def _layer(params, x, pool, layer, rotation, rows, table, ancestors, packing, *, spec: ModelSpec, pool_spec: PoolSpec):
     # A jit of its own, so that the unrolled loop traces one layer and not all of them.
     def write_and_attend(q, k, v):
+        if packing is not None:
+            q, k, v = (a[0][packing.token] for a in (q, k, v))
         written = append(pool_spec, pool, layer, rows, table, k, v)
-        return attend(pool_spec, written, layer, rows, table, ancestors, q), written
+        mixed = attend(pool_spec, written, layer, rows, table, ancestors, q)
+        return (mixed if packing is None else mixed[packing.row, packing.column][None]), written
 
     return Block(spec).apply({"params": params}, x, rotation, write_and_attend)
 
@@ -98,11 +101,13 @@ def forward(
     ancestors: Int[Array, "R T W"] | None,
     pool: Pool,
     sequences: Sequences,
+    packing: Packing | None = None,
 ) -> tuple[Float[Array, "R T E"], Pool]:
     """Run rows of tokens through the layers: writes their keys and values, returns the normalised hidden states.
 
-    `ancestors` None is causal within a row. Layers are unrolled where `params["layers"]` is a tuple and scanned
-    where it is one stacked tree; the block is the same.
+    With a `packing`, tokens and positions are `[1, N]` and only attention sees rows: no padding of a short row is
+    multiplied with the weights. `ancestors` None is causal within a row. Layers are unrolled where `params["layers"]`
+    is a tuple and scanned where it is one stacked tree; the block is the same.
     """
     table = sequences.page_table[0]
     rotation = rotation_at(spec, positions)
@@ -111,11 +116,11 @@ def forward(
     layers = params["layers"]
     if isinstance(layers, tuple):
         for index, layer in enumerate(layers):
-            x, pool = layer_fn(layer, x, pool, jnp.int32(index), rotation, rows, table, ancestors)
+            x, pool = layer_fn(layer, x, pool, jnp.int32(index), rotation, rows, table, ancestors, packing)
     else:
 
         def body(carry, layer):
-            return layer_fn(layer[0], *carry, layer[1], rotation, rows, table, ancestors), None
+            return layer_fn(layer[0], *carry, layer[1], rotation, rows, table, ancestors, packing), None
 
         (x, pool), _ = jax.lax.scan(body, (x, pool), (layers, jnp.arange(spec.num_layers)))
     return jnp.asarray(RMSNorm(spec.norm_eps).apply({"params": params["norm"]}, x)), pool

@@ -84,9 +84,9 @@ def emitted(first: int, rounds: list[tuple[int, int]], known: int = 0) -> list[E
 def test_news_come_in_pieces_of_one_token_each():
     rounds = [(0, 0), (2, 2), (3, 1)]
     record = transcript()
-    first = record.push(emitted(0, rounds[:2]))
+    first = record.push(emitted(0, rounds[:2]), 0.0)
     assert first.pieces == [Piece("", PLAIN), Piece("a", ACCEPTED), Piece("b", ACCEPTED), Piece("c", BONUS)]
-    second = record.push(emitted(4, rounds, known=2))
+    second = record.push(emitted(4, rounds, known=2), 0.0)
     assert second.pieces == [Piece("d", ACCEPTED), Piece("e", CORRECTED)]
     last = record.finish(second, "length", None)
     assert (last.pieces, last.rest, last.text, last.tokens) == (second.pieces, "f", "def", 2)
@@ -102,7 +102,7 @@ def test_news_come_in_pieces_of_one_token_each():
 
 def test_what_a_stop_string_cut_off_is_not_counted():
     record = transcript(stop="bc")
-    delta = record.push(emitted(0, [(0, 0), (5, 5)]))
+    delta = record.push(emitted(0, [(0, 0), (5, 5)]), 0.0)
     assert record.stop_reason == "bc"
     assert [piece.kind for piece in delta.pieces] == [PLAIN, ACCEPTED, ACCEPTED, ACCEPTED]
     result = record.finish(delta, "stop", "bc").finished
@@ -113,6 +113,6 @@ def test_what_a_stop_string_cut_off_is_not_counted():
 
 def test_a_sample_that_ends_without_a_token():
     record = transcript()
-    result = record.finish(record.push([]), "error", "no logits").finished
+    result = record.finish(record.push([], 0.0), "error", "no logits").finished
     assert result is not None
     assert (result.text, result.token_ids, result.rounds, result.stats.steps) == ("", [], [], 0)
