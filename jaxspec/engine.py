@@ -12,6 +12,7 @@ from jaxspec import decode
 from jaxspec.config import PREFILL_ROW, EngineConfig, SamplingParams
 from jaxspec.drafters import get_drafter
 from jaxspec.errors import CapacityError, ConfigError, RequestError
+from jaxspec.host.metrics import Metrics
 from jaxspec.host.output import Emitted, Transcript
 from jaxspec.host.request import Sample, TextDelta, TokenLogprobs
 from jaxspec.host.scheduler import Admission, Chunk, Running, Scheduler
@@ -64,7 +65,10 @@ class Engine:
             max_emitted=self.program.max_emitted,
             max_batch=config.max_batch,
             prefix_cache=config.prefix_cache,
+            # A draft's cache has gaps where rounds drafted nothing: only what prefill wrote is whole in both.
+            publish_output=drafter.model is None,
         )
+        self.metrics = Metrics(self.scheduler.counters)
         self._buckets = [b for b in BATCH_BUCKETS if b < config.max_batch] + [config.max_batch]
         self._shapes = _prefill_shapes(config.prefill_chunk)
         self._batch = 0
@@ -114,7 +118,9 @@ class Engine:
         """
         news = self._read()
         self._dispatch()
-        return [self._tell(piece) for piece in news]
+        told = [self._tell(piece) for piece in news]
+        self.metrics.take(told, self.scheduler)
+        return told
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
         if not ids:
@@ -220,7 +226,7 @@ class Engine:
             )
         ready = [running for running, _, _ in chunks if running.prefilled]
         if ready:
-            jax.block_until_ready(self.state.sequences)
+            jax.block_until_ready(self.state)
         for running, _, _ in chunks:
             self.scheduler.publish(running)
         for running in ready:
@@ -296,7 +302,7 @@ def _logprobs(tokens, logprobs, row: int, i: int, top: int | None) -> TokenLogpr
 
 def _prefill_shapes(chunk: int) -> list[tuple[int, int]]:
     """Packed tokens and rows that prefill compiles for: a short prompt, a part of a long one, many short ones."""
-    return sorted({(PREFILL_ROW, 1), (chunk, chunk // PREFILL_ROW), (chunk, chunk // 16)})
+    return sorted({(PREFILL_ROW, 4), (chunk, chunk // PREFILL_ROW), (chunk, chunk // 16)})
 
 
 def _fitting(parts: list, shape: tuple[int, int]) -> list:

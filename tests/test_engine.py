@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.errors import CapacityError, ConfigError, RequestError
+from jaxspec.host.output import Transcript
 
 PROMPTS = [
     "she sells",
@@ -269,3 +271,32 @@ def test_the_default_model_says_what_it_is_known_to_say():
     llm = LLM(max_batch=1)
     output = llm.chat([{"role": "user", "content": "Write a short poem about the sea."}], SamplingParams(max_tokens=6))
     assert output[0].token_ids == [504, 6147, 282, 260, 5065, 28]
+
+
+def test_text_is_made_while_the_device_runs_the_next_rounds(llm, monkeypatch):
+    """What was read is told after the next rounds were handed over."""
+    push, flying = Transcript.push, []
+
+    def watched(self, tokens, now):
+        flying.append(llm.engine._flight is not None)
+        return push(self, tokens, now)
+
+    monkeypatch.setattr(Transcript, "push", watched)
+    llm.generate("she sells", SamplingParams(max_tokens=60, ignore_eos=True))
+    assert len(flying) > 2
+    assert all(flying[:-1])
+
+
+def test_the_prefix_cache_spares_what_was_computed(tiny_model):
+    llm = LLM(str(tiny_model), max_batch=2, page_size=16)
+    prompt, params = "sea shells by the shore, " * 6, SamplingParams(max_tokens=20, ignore_eos=True)
+    first = llm.generate(prompt, params)[0]
+    again, salted = (llm.generate(prompt, p)[0] for p in (params, msgspec.structs.replace(params, cache_salt="mine")))
+    whole = (len(first.prompt_token_ids) - 1) // 16 * 16
+    assert [r.stats.cached_tokens for r in (first, again, salted)] == [0, whole, 0]
+    assert first.token_ids == again.token_ids == salted.token_ids
+    turn = llm.generate([[*first.prompt_token_ids, *first.token_ids, 5, 6]], params)[0]
+    assert turn.stats.cached_tokens == (len(first.prompt_token_ids) + len(first.token_ids) - 1) // 16 * 16
+    off = LLM(str(tiny_model), max_batch=2, page_size=16, prefix_cache=False)
+    assert [off.generate(prompt, params)[0].token_ids for _ in range(2)] == [first.token_ids] * 2
+    assert off.engine.scheduler.counters.hit_tokens == 0

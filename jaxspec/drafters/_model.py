@@ -1,5 +1,7 @@
 """Drafting with a smaller model of the same vocabulary: it writes its keys and values under the target's page ids."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec import noise
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import _pace
+from jaxspec.drafters._text import Text, begin, extend, new_text, read
 from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import forward, logits_of
@@ -17,12 +20,18 @@ from jaxspec.tree import Tree
 from jaxspec.types import Drafter, Params, Proposal, Sampling, Verdict, View
 from pallas_kernels import Rows
 
+Forward = Callable[..., tuple[Array, Pool]]
+"""`transformer.forward` of the draft model."""
+CATCH_UP = 16
+"""Tokens that one call writes to the draft's cache for rounds that drafted nothing."""
+
 
 class State(NamedTuple):
-    """The last committed token and the one before it, and how the request's drafts have done."""
+    """A request's tokens so far, what of them the draft's cache holds, and how its drafts have done."""
 
-    previous: Int[Array, "B"]
-    root: Int[Array, "B"]
+    text: Text
+    written: Int[Array, "B"]
+    """Slots whose key and value are in the cache and right."""
     pace: _pace.Pace
 
 
@@ -45,9 +54,14 @@ def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> 
         wanted = jnp.where(view.progress.active, wanted, 0)
         view = view._replace(sampling=_tempered(view.sampling, config.draft_temperature))
 
+        steps = jnp.max(wanted)
+        run = partial(forward, params, model, pool_spec)
+        written, pool = _catch_up(run, state, view, pool, steps)
+        previous = read(state.text, jnp.maximum(state.text.length - 2, 0), 1)
+
         def step(index, carry):
             tokens, q, counts, pool = carry
-            hidden, pool = _next_hidden(params, model, pool_spec, state.previous, tokens, index, view, pool)
+            hidden, pool = _next_hidden(run, previous, tokens, index, view, pool)
             logits = _same_size(logits_of(params, model, hidden), target)
             token = _draw(logits, lambda: counts, index, view, purpose)
             if not coupled:
@@ -58,14 +72,37 @@ def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> 
         q = None if coupled else jnp.zeros((batch, count, target.vocab_size))
         counts = jnp.zeros((batch, 1, target.vocab_size), jnp.int32)
         start = jnp.zeros((batch, count), jnp.int32), q, counts, pool
-        tokens, q, _, pool = jax.lax.fori_loop(0, jnp.max(wanted), step, start)
-        return Proposal(tokens, jnp.arange(count) < wanted[:, None], q), state._replace(root=view.progress.token), pool
+        tokens, q, _, pool = jax.lax.fori_loop(0, steps, step, start)
+        written = jnp.where(view.progress.active & (steps > 0), state.text.length - 1 + steps, written)
+        return Proposal(tokens, jnp.arange(count) < wanted[:, None], q), state._replace(written=written), pool
 
     return Drafter(Tree.chain(count), widths, _init, _admit, propose, _observe, model)
 
 
+def _catch_up(run: Forward, state: State, view: View, pool: Pool, steps) -> tuple[Int[Array, "B"], Pool]:
+    """Write what rounds without drafts have left out, before `steps` are taken; all but the last token before the root.
+
+    That one is written with the root, as after every round whose drafts were all accepted.
+    """
+    batch = jnp.arange(state.written.shape[0])
+    end = jnp.where(view.progress.active, state.text.length - 2, 0)
+
+    def behind(carry):
+        return (steps > 0) & jnp.any(carry[0] < end)
+
+    def write(carry):
+        written, pool = carry
+        rows = Rows(batch, written, jnp.clip(end - written, 0, CATCH_UP))
+        tokens = read(state.text, written, CATCH_UP)
+        positions = (view.sequences.position - view.sequences.length[0] + written)[:, None] + jnp.arange(CATCH_UP)
+        _, pool = run(rows, tokens, positions, None, pool, view.sequences)
+        return written + rows.count, pool
+
+    return jax.lax.while_loop(behind, write, (state.written, pool))
+
+
 def _next_hidden(
-    params: Params, model: ModelSpec, pool_spec: PoolSpec, previous, tokens, index, view: View, pool: Pool
+    run: Forward, previous: Int[Array, "B 1"], tokens, index, view: View, pool: Pool
 ) -> tuple[Float[Array, "B 1 E"], Pool]:
     """The draft model's hidden state after the root and `index` drafted tokens.
 
@@ -73,7 +110,7 @@ def _next_hidden(
     """
     progress, length = view.progress, view.sequences.length[0]
     batch = progress.token.shape[0]
-    known = jnp.concatenate([previous[:, None], progress.token[:, None], tokens], axis=1)
+    known = jnp.concatenate([previous, progress.token[:, None], tokens], axis=1)
     pair = jax.lax.dynamic_slice_in_dim(known, index, 2, axis=1)
     # A request of one token has no token before it: its first row starts with the root.
     lonely = (length + index == 0)[:, None]
@@ -82,9 +119,7 @@ def _next_hidden(
     count = jnp.where(progress.active, jnp.where(lonely[:, 0], 1, 2), 0)
     first = jnp.maximum(view.sequences.position + index - 1, 0)
     rows = Rows(jnp.arange(batch), start, count)
-    hidden, pool = forward(
-        params, model, pool_spec, rows, pair, first[:, None] + jnp.arange(2), None, pool, view.sequences
-    )
+    hidden, pool = run(rows, pair, first[:, None] + jnp.arange(2), None, pool, view.sequences)
     return jnp.where(lonely[..., None], hidden[:, :1], hidden[:, 1:]), pool
 
 
@@ -119,17 +154,16 @@ def _same_size(logits: Float[Array, "B 1 V"], target: ModelSpec) -> Float[Array,
 
 
 def _init(batch: int, context: int) -> State:
-    return State(jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32), _pace.new_pace(batch))
+    return State(new_text(batch, context), jnp.zeros(batch, jnp.int32), _pace.new_pace(batch))
 
 
 def _admit(state: State, row: Int[Array, ""], prompt: Int[Array, "S"], length: Int[Array, ""]) -> State:
-    before = prompt[jnp.maximum(length - 2, 0)]
-    return State(state.previous.at[row].set(before), state.root, _pace.restart(state.pace, row))
+    text = begin(state.text, row, prompt, length)
+    return State(text, state.written.at[row].set(length - 1), _pace.restart(state.pace, row))
 
 
 def _observe(state: State, proposal: Proposal, verdict: Verdict, emitted: Int[Array, "B"]) -> State:
-    rows = jnp.arange(emitted.shape[0])
-    history = jnp.concatenate([state.previous[:, None], state.root[:, None], verdict.tokens], axis=1)
-    pace = _pace.learn(state.pace, jnp.sum(proposal.valid, axis=1), verdict.count - 1)
-    # Index `emitted` of (previous, root, emitted ...) is the token before the new root.
-    return State(history[rows, emitted], state.root, pace)
+    text = extend(state.text, verdict, emitted)
+    # What was written for drafts that were rejected is wrong.
+    written = jnp.minimum(state.written, text.length - 1)
+    return State(text, written, _pace.learn(state.pace, jnp.sum(proposal.valid, axis=1), verdict.count - 1))

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import _pace
+from jaxspec.drafters._text import Text, begin, extend, new_text
 from jaxspec.errors import ConfigError
 from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.loading import LoadedModel
@@ -15,10 +16,9 @@ from jaxspec.types import Drafter, Params, Proposal, Verdict, View
 
 
 class State(NamedTuple):
-    """A request's tokens so far, prompt and output, and how its drafts have done."""
+    """A request's tokens so far, and how its drafts have done."""
 
-    tokens: Int[Array, "B S"]
-    length: Int[Array, "B"]
+    text: Text
     pace: _pace.Pace
 
 
@@ -36,11 +36,12 @@ def prompt_lookup(count: int, adaptive: bool, longest: int, shortest: int) -> Dr
     def propose(
         params: Params, state: State, pool: Pool, view: View, pool_spec: PoolSpec | None
     ) -> tuple[Proposal, State, Pool]:
-        end, found = _longest_match(state, longest, shortest)
+        end, found = _longest_match(state.text, longest, shortest)
         # A match that reaches the end of the text goes on with its own drafts: text that repeats keeps repeating.
-        period = jnp.maximum(state.length - 1 - end, 1)[:, None]
+        text = state.text
+        period = jnp.maximum(text.length - 1 - end, 1)[:, None]
         source = end[:, None] + 1 + jnp.arange(count) % period
-        tokens = jnp.take_along_axis(state.tokens, jnp.minimum(source, state.tokens.shape[1] - 1), axis=1)
+        tokens = jnp.take_along_axis(text.tokens, jnp.minimum(source, text.tokens.shape[1] - 1), axis=1)
         wanted = _pace.best_length(state.pace, widths) if adaptive else jnp.full_like(end, count)
         valid = found[:, None] & (jnp.arange(count) < wanted[:, None])
         return Proposal(tokens, valid), state, pool
@@ -49,37 +50,27 @@ def prompt_lookup(count: int, adaptive: bool, longest: int, shortest: int) -> Dr
 
 
 def _init(batch: int, context: int) -> State:
-    return State(jnp.zeros((batch, context), jnp.int32), jnp.zeros(batch, jnp.int32), _pace.new_pace(batch))
+    return State(new_text(batch, context), _pace.new_pace(batch))
 
 
 def _admit(state: State, row: Int[Array, ""], prompt: Int[Array, "S"], length: Int[Array, ""]) -> State:
-    return State(
-        state.tokens.at[row, : prompt.shape[0]].set(prompt),
-        state.length.at[row].set(length),
-        _pace.restart(state.pace, row),
-    )
+    return State(begin(state.text, row, prompt, length), _pace.restart(state.pace, row))
 
 
 def _observe(state: State, proposal: Proposal, verdict: Verdict, emitted: Int[Array, "B"]) -> State:
-    batch, path = verdict.tokens.shape
-    index = jnp.arange(path)
-    place = jnp.where(index < emitted[:, None], state.length[:, None] + index, state.tokens.shape[1])
-    return State(
-        state.tokens.at[jnp.arange(batch)[:, None], place].set(verdict.tokens, mode="drop"),
-        state.length + emitted,
-        _pace.learn(state.pace, jnp.sum(proposal.valid, axis=1), verdict.count - 1),
-    )
+    pace = _pace.learn(state.pace, jnp.sum(proposal.valid, axis=1), verdict.count - 1)
+    return State(extend(state.text, verdict, emitted), pace)
 
 
-def _longest_match(state: State, longest: int, shortest: int) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+def _longest_match(text: Text, longest: int, shortest: int) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
     """Where an earlier copy of the last tokens ends, and whether there is one of at least `shortest` tokens."""
-    size = state.tokens.shape[1]
+    size = text.tokens.shape[1]
     place = jnp.arange(size)
-    agrees = place < state.length[:, None] - 1
-    run = jnp.zeros_like(state.tokens)
+    agrees = place < text.length[:, None] - 1
+    run = jnp.zeros_like(text.tokens)
     for back in range(longest):
-        wanted = jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1 - back, 0)[:, None], axis=1)
-        agrees &= (place >= back) & (jnp.roll(state.tokens, back, axis=1) == wanted)
+        wanted = jnp.take_along_axis(text.tokens, jnp.maximum(text.length - 1 - back, 0)[:, None], axis=1)
+        agrees &= (place >= back) & (jnp.roll(text.tokens, back, axis=1) == wanted)
         run += agrees
     score = jnp.where(run >= shortest, run * size + place, -1)
     return jnp.argmax(score, axis=1).astype(jnp.int32), jnp.max(score, axis=1) >= 0

@@ -69,7 +69,8 @@ class Counters:
 class Scheduler:
     """The line, the rows of the batch, and the pages.
 
-    `look_ahead` are the slots that drafts take beyond the root, `max_emitted` the tokens of a round at most.
+    `look_ahead` are the slots that drafts take beyond the root, `max_emitted` the tokens of a round at most; without
+    `publish_output` the prefix cache keeps prompts only.
     """
 
     def __init__(
@@ -81,11 +82,13 @@ class Scheduler:
         max_emitted: int,
         max_batch: int,
         prefix_cache: bool = True,
+        publish_output: bool = True,
     ) -> None:
         self.pages = PageAllocator(num_pages)
         self.tables = Pages(self.pages, page_size)
         self.cache = RadixCache(self.pages, page_size) if prefix_cache else None
         self.look_ahead, self.max_emitted, self.max_batch = look_ahead, max_emitted, max_batch
+        self.publish_output = publish_output
         self.waiting: list[Running] = []
         self.rows: dict[int, Running] = {}
         self.counters = Counters()
@@ -185,9 +188,12 @@ class Scheduler:
 
     def publish(self, running: Running) -> None:
         """Let others find the whole pages of a sample. Everything committed must be on its way to the device."""
-        whole = running.table.tokens // self.tables.page_size
+        final = running.table.tokens
+        if not self.publish_output:
+            final = min(final, len(running.sample.prompt_ids) - 1)
+        whole = final // self.tables.page_size
         if self.cache is not None and whole > running.published:
-            self.cache.insert(running.tokens[: running.table.tokens], running.table.pages, running.sample.namespace)
+            self.cache.insert(running.tokens[:final], running.table.pages, running.sample.namespace)
             running.published = whole
 
     def finish(self, running: Running) -> None:

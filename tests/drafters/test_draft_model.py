@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.config import EngineConfig
-from jaxspec.drafters import get_drafter
+from jaxspec.drafters import _pace, get_drafter
 from jaxspec.drafters._model import model_drafter
 from jaxspec.errors import ConfigError, LoadError
 from jaxspec.models.loading import load_model
@@ -152,6 +152,22 @@ def test_a_hotter_draft_is_rejected_more():
         accepted.append(sum(r.accepted for r in results) / sum(r.drafted for r in results))
     assert accepted[0] == 1.0
     assert accepted[1] < 0.8
+
+
+def test_rounds_without_drafts_leave_no_gap_in_its_cache(monkeypatch):
+    """The target as its own draft is right again after any silence, at once."""
+    monkeypatch.setattr(_pace, "learn", lambda pace, drafted, accepted: _pace.Pace(pace.hits + 1, pace.trials))
+    monkeypatch.setattr(_pace, "best_length", lambda pace, *_: jnp.where(pace.hits % 21 < 19, 0, 3).astype(jnp.int32))
+    params = random_params()
+    jobs = {
+        row: Job(prompt, SamplingParams(max_tokens=30, ignore_eos=True)) for row, prompt in enumerate([[4], [5, 6]])
+    }
+    config = EngineConfig(draft_tokens=3, verify="coupled")
+    program = make_program(model_drafter(SPEC, SPEC, config), pages=160)
+    got = decode_all(Models(params.target, params.target), program, jobs)
+    for row, plain in decode_all(params, make_program(pages=160), jobs).items():
+        assert got[row].tokens == plain.tokens
+        assert got[row].drafted == got[row].accepted == 6
 
 
 def test_a_padded_vocabulary_of_another_length_changes_nothing():
