@@ -59,6 +59,13 @@ class LLM:
         listed = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         return self._run(listed, sampling_params, progress, self.engine.add_chat)
 
+    def metrics(self) -> dict[str, Any]:
+        """How the engine has done since it was made: speed, times, prompt tokens and memory, as `batch --summary` has.
+
+        `Metrics.as_dict` says what each figure is.
+        """
+        return self.engine.metrics.as_dict()
+
     def _run(self, prompts: list, params, progress: bool, add: Callable) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)

@@ -1,6 +1,7 @@
 """`jaxspec batch`: answer a file of requests; what a killed run had finished is not done again."""
 
 import hashlib
+import os
 import sys
 from collections import deque
 from contextlib import closing
@@ -17,24 +18,35 @@ from jaxspec.commands.prompts import parse_object, parse_source, read_lines
 from jaxspec.commands.running import Messages, interruptible, load, sample_fields, submit
 from jaxspec.config import DecodeConfig, EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.host.metrics import Metrics
 from jaxspec.host.request import CompletionOutput
+from jaxspec.host.scheduler import Counters
 
 if TYPE_CHECKING:
     import jaxspec.engine
 
-# What decides how fast a text comes, and not which text comes: verification gives plain decoding's text.
+# What decides when a text comes, and not which text comes.
 PACE = {
     "max_batch",
     "kv_memory",
     "page_size",
-    "drafter",
-    "draft_tokens",
-    "draft_adaptive",
-    "draft_model",
-    "draft_layers",
+    "prefill_chunk",
+    "prefix_cache",
     "ngram_max",
     "ngram_min",
+    "priority",
+    "cache_salt",
 }
+DRAFTING = {
+    "drafter",
+    "draft_model",
+    "draft_layers",
+    "draft_tokens",
+    "draft_adaptive",
+    "draft_temperature",
+    "verify",
+}
+"""Pace, too, but where drafts are verified by rejection: there another draft is another text for the same seed."""
 
 
 class Job(NamedTuple):
@@ -59,6 +71,10 @@ def batch(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Begin anew, whatever OUT.jsonl holds; otherwise its rows are kept.")
     ] = False,
+    summary: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Write the run's speed, waiting times and use of memory to a file."),
+    ] = None,
     config: ConfigOption = None,
     **options: Any,
 ) -> int:
@@ -71,19 +87,40 @@ def batch(
     Rows are written as they finish and put in input order at the end. After Ctrl-C, or a crash, the same command goes
     on where it stopped. Exit code: 0 if every row has an answer, 1 if some have errors.
 
-    Example: `jaxspec batch requests.jsonl results.jsonl --max-batch 32 --max-tokens 128`
+    Meanwhile stderr tells of requests running and waiting, cache pages in use and kept for later (cached), the share
+    of prompt tokens found in the cache (hits), and tokens a round (τ). `--summary` has that of this run and more, in
+    seconds: `ttft` from a request's arrival to its first token, `inter_token` between arrivals of new tokens, where
+    those that arrive at once count as one.
+
+    Examples:
+
+    - `jaxspec batch requests.jsonl results.jsonl --max-batch 32 --max-tokens 128`
+
+    - `jaxspec batch requests.jsonl results.jsonl --drafter ngram --summary figures.json`
     """
     if Path(requests).resolve() == Path(results).resolve():
         raise ConfigError("IN.jsonl and OUT.jsonl are the same file")
+    if summary is not None:
+        _check_summary(summary, requests, results)
     settings = read_settings(config, options)
     jobs = [_read_job(index, line, text, settings) for index, (line, text) in enumerate(read_lines(requests))]
     with closing(Journal(Path(results), overwrite)) as journal:
-        failed = _answer(jobs, journal, settings.engine)
+        failed = _answer(jobs, journal, settings.engine, summary)
         journal.finish(len(jobs))
     print(f"{len(jobs)} rows in {results}", file=sys.stderr)
     if failed:
         print(f"{failed} of {len(jobs)} rows have an error; the same command tries them again", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _check_summary(path: Path, *others: str) -> None:
+    """ConfigError where it cannot be written: better said before a long run than after it."""
+    if path.resolve() in [Path(other).resolve() for other in others]:
+        raise ConfigError(f"--summary {path} is the file of the requests or the results: name another")
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: it is a folder, or not yours to write")
 
 
 def _read_job(index: int, line: int, text: bytes, settings: DecodeConfig) -> Job:
@@ -101,12 +138,17 @@ def _read_job(index: int, line: int, text: bytes, settings: DecodeConfig) -> Job
 
 def _digest(label: dict[str, Any], source: str | Messages, params: SamplingParams, engine: EngineConfig) -> str:
     """Equal for two rows that ask the same of the same model with the same options."""
-    decisive = {name: value for name, value in msgspec.structs.asdict(engine).items() if name not in PACE}
-    content = msgspec.json.encode([label, source, params, decisive], order="deterministic")
+    picked = engine.verify == "coupled" or engine.drafter in ("none", "ngram")
+    pace = PACE | DRAFTING if picked or params.temperature == 0 else PACE
+    decisive = [
+        {name: value for name, value in msgspec.structs.asdict(struct).items() if name not in pace}
+        for struct in (params, engine)
+    ]
+    content = msgspec.json.encode([label, source, *decisive], order="deterministic")
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _answer(jobs: list[Job], journal: Journal, config: EngineConfig) -> int:
+def _answer(jobs: list[Job], journal: Journal, config: EngineConfig, summary: Path | None) -> int:
     """Answer the jobs that have no row yet, and return how many ended in an error."""
     kept = {job.index for job in jobs if journal.finished.get(job.index) == job.request}
     if kept:
@@ -121,13 +163,31 @@ def _answer(jobs: list[Job], journal: Journal, config: EngineConfig) -> int:
             failed += 1
         elif job.index not in kept:
             todo.append(job)
-    if todo:
-        with (
-            interruptible(lambda: f"{len(journal.finished)} of {len(jobs)} rows are kept; the same command goes on"),
-            Meter(len(jobs), len(jobs) - len(todo)) as meter,
-        ):
-            failed += Run(load(config).engine, journal, meter).answer(todo, 2 * config.max_batch)
+    metrics = None if todo else Metrics(Counters())
+    try:
+        with interruptible(lambda: f"{len(journal.finished)} of {len(jobs)} rows are kept; the same command goes on"):
+            if todo:
+                engine = load(config).engine
+                metrics = engine.metrics
+                with Meter(len(jobs), len(jobs) - len(todo), lambda: _details(engine)) as meter:
+                    failed += Run(engine, journal, meter).answer(todo, 2 * config.max_batch)
+    finally:
+        if summary is not None and metrics is not None:
+            summary.write_bytes(msgspec.json.format(msgspec.json.encode(metrics.as_dict())) + b"\n")
     return failed
+
+
+def _details(engine: "jaxspec.engine.Engine") -> str:
+    """What goes on in the engine, in a line."""
+    scheduler, metrics = engine.scheduler, engine.metrics
+    total, cached = scheduler.pages.num_pages, scheduler.cache.evictable if scheduler.cache else 0
+    parts = [
+        f"{len(scheduler.rows)} running",
+        f"{len(scheduler.waiting)} waiting",
+        f"pages {total - scheduler.pages.free - cached} used {cached} cached of {total}",
+        f"hits {metrics.hit_rate:.0%}",
+    ]
+    return ", ".join([*parts, f"τ {metrics.tau:.2f}"] if metrics.tau else parts)
 
 
 class Run:

@@ -1,21 +1,26 @@
 """`jaxspec bench`: measure."""
 
 import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from jaxspec.bench.questions import choose, read_questions
+from jaxspec.bench.questions import Question, choose, read_questions
 from jaxspec.commands.meter import Meter
-from jaxspec.commands.options import ConfigOption, read_settings, with_engine_and_sampling
+from jaxspec.commands.options import ENGINE, ConfigOption, read_settings, with_engine_and_sampling
 from jaxspec.commands.running import interruptible
-from jaxspec.config import DecodeConfig
+from jaxspec.config import DecodeConfig, EngineConfig
 from jaxspec.errors import ConfigError
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode="markdown")
+
+
+SCENARIO_NAMES = ("memory", "prefix", "chunks", "throughput")
 
 
 @app.callback()
@@ -96,6 +101,98 @@ def decode(
         if plot_file is not None:
             report.plot(rows, title, plot_file)
     return code
+
+
+@app.command()
+def engine(
+    scenario: Annotated[
+        str, typer.Argument(metavar="SCENARIO|all", help="memory, prefix, chunks, throughput, or all of them.")
+    ],
+    model: Annotated[str, typer.Option(metavar="TEXT", help=ENGINE["model"].help)] = EngineConfig().model,
+    prompts: Annotated[
+        str,
+        typer.Option(metavar="NAME|FILE.jsonl", help="Questions: configs/prompts/NAME.jsonl or a Spec-Bench file."),
+    ] = "default",
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each timed case.")] = 3,
+    kv_memory: Annotated[float, typer.Option(metavar="X", help=ENGINE["kv_memory"].help)] = EngineConfig().kv_memory,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows of the tables to a file.")
+    ] = None,
+) -> int:
+    """Measure what the parts of the engine are worth: pages, prefix cache, chunked prefill, and the whole of it.
+
+    - `memory`: requests that the same memory holds at once, in pages and in a contiguous cache that gives each request
+      1,024 slots. Prompts of the lengths of `--prompts`, 128 new tokens. Counted on the books: no model runs.
+
+    - `prefix`: 32 questions over one document of 2,000 tokens, answers of 8, with the prefix cache and without; and two
+      conversations, of an agent and a chat, in which each prompt holds all before it: the share of prompt tokens that
+      were computed, and that were computed again.
+
+    - `chunks`: 8 requests decode when a prompt of 6,000 tokens comes: the longest wait of any of them for its next
+      tokens, and the throughput of all from then on, with the prompt in chunks of 256 and whole.
+
+    - `throughput`: 64 of the questions at once, 128 new tokens, greedy, at batch 1, 8 and 32, plain and with n-gram
+      drafts; whole runs, prefill included.
+
+    Compared cases take turns, and × is over the first of them in the same turn. Ctrl-C prints what is measured so far.
+
+    Examples:
+
+    - `jaxspec bench engine memory --prompts spec_bench.jsonl`
+
+    - `jaxspec bench engine all --repeats 1 --json rows.json`
+    """
+    if scenario not in ("all", *SCENARIO_NAMES):
+        raise ConfigError(f"no scenario named {scenario!r} (there are: all, {', '.join(SCENARIO_NAMES)})")
+    config = EngineConfig(model=model, kv_memory=kv_memory, max_batch=8)
+    questions = read_questions(prompts)
+    _check_files(json_file, None)
+    from jaxspec.bench.summary import make_rows, make_tables
+
+    measured: list[Any] = []
+    code = 0
+    try:
+        with interruptible(lambda: "the tables hold what was measured" if measured else "nothing is measured yet"):
+            _play(SCENARIO_NAMES if scenario == "all" else [scenario], config, questions, repeats, measured)
+    except typer.Exit as stopped:
+        code = stopped.exit_code
+    rows = make_rows(measured)
+    for table in make_tables(rows):
+        Console().print(table)
+    if json_file is not None and rows:
+        about = _about(config)
+        json_file.write_text(json.dumps([row | about for row in rows], indent=1) + "\n", encoding="utf-8")
+    return code
+
+
+def _play(
+    names: Sequence[str], config: EngineConfig, questions: list[Question], repeats: int, measured: list[Any]
+) -> None:
+    """Add to `measured`, and tell of each case on stderr as it is done."""
+    from jaxspec.bench.engine import Bench, run
+    from jaxspec.llm import load
+
+    with Console(stderr=True).status(f"loading {config.model}") as status:
+        bench = Bench(load(config), config, questions, repeats)
+        for name in names:
+            status.update(name)
+            for one in run(name, bench):
+                measured.append(one)
+                figures = ", ".join(f"{key} {value:.4g}" for key, value in one.figures.items())
+                print(f"{one.scenario}, {one.case}: {figures}", file=sys.stderr)
+
+
+def _about(config: EngineConfig) -> dict[str, Any]:
+    """What a reader of the rows must know to compare them with others."""
+    import jax
+
+    return {
+        "model": config.model,
+        "backend": jax.default_backend(),
+        "cpus": os.cpu_count(),
+        "kv_memory": config.kv_memory,
+        "prefill_chunk": config.prefill_chunk,
+    }
 
 
 def _check_files(json_file: Path | None, plot_file: Path | None) -> None:

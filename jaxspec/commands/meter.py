@@ -1,34 +1,40 @@
-"""How far a batch is: a progress bar on a terminal, a line now and then elsewhere. Both on stderr."""
+"""How far a run is: a display that moves on a terminal, a line now and then elsewhere. Both on stderr."""
 
 import time
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 SECONDS_A_LINE = 10.0
+SECONDS_A_PICTURE = 0.1
 
 
 class Meter:
-    """Counts rows and tokens of a run of `total` rows, of which `done` were there before."""
+    """Counts rows and tokens of a run of `total` rows, of which `done` were there before.
 
-    def __init__(self, total: int, done: int) -> None:
+    `details` is asked for more to tell each time something is shown.
+    """
+
+    def __init__(self, total: int, done: int, details: Callable[[], str] = lambda: "") -> None:
         self.total, self.done, self.before = total, done, done
         self.tokens = 0
         self.began = self.said = time.perf_counter()
-        console = Console(stderr=True)
-        self._bar = Progress(
+        self._details = details
+        self._console = Console(stderr=True)
+        self._bar = _Display(
             MofNCompleteColumn(),
             TextColumn("rows"),
             BarColumn(),
             TextColumn("{task.fields[rate]:.1f} tok/s"),
             TimeRemainingColumn(),
             TextColumn("left"),
-            console=console,
-            disable=not console.is_terminal,
+            console=self._console,
+            disable=not self._console.is_terminal,
         )
-        self._console = console
         self._task = self._bar.add_task("rows", total=total, completed=done, rate=0.0)
 
     @property
@@ -44,13 +50,18 @@ class Meter:
         """Count, and show."""
         self.done += rows
         self.tokens += tokens
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=self.done, rate=self.rate)
-        elif time.perf_counter() - self.said >= SECONDS_A_LINE:
+        wait = SECONDS_A_PICTURE if self._console.is_terminal else SECONDS_A_LINE
+        if time.perf_counter() - self.said >= wait:
             self.said = time.perf_counter()
-            self._console.print(
-                f"{self.done}/{self.total} rows, {self.rate:.1f} tok/s, {self._left()} left", soft_wrap=True
-            )
+            self._show()
+
+    def _show(self) -> None:
+        if self._console.is_terminal:
+            self._bar.below = self._details()
+            self._bar.update(self._task, completed=self.done, rate=self.rate)
+            return
+        parts = f"{self.done}/{self.total} rows", f"{self.rate:.1f} tok/s", f"{self._left()} left", self._details()
+        self._console.print(", ".join(part for part in parts if part), soft_wrap=True)
 
     def _left(self) -> str:
         new = self.done - self.before
@@ -61,4 +72,17 @@ class Meter:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._console.is_terminal:
+            self._show()
         self._bar.stop()
+
+
+class _Display(Progress):
+    """A progress bar with a line below."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below:
+            yield Text(self.below)

@@ -87,6 +87,7 @@ class Transcript:
         """
         before = self.tokens[-1].counters if self.tokens else (0, 0, 0)
         kinds = chain.from_iterable(map(token_kinds, read_rounds([t.counters for t in tokens], before)))
+        gap = now - self.last if tokens and self.tokens else None
         self.last = now
         if tokens and not self.tokens:
             self.first = now
@@ -98,7 +99,7 @@ class Transcript:
             pieces.append(Piece(text, kind))
             if self.stop_reason is not None:
                 break
-        delta = TextDelta(self.sample.request_id, self.sample.index, self.sample.prompt_ids, pieces, "", None)
+        delta = TextDelta(self.sample.request_id, self.sample.index, self.sample.prompt_ids, pieces, "", None, gap)
         self._text.append(delta.text)
         return delta
 

@@ -143,6 +143,8 @@ class TextDelta(NamedTuple):
     rest: str
     """What was held back until the end."""
     finished: CompletionOutput | None
+    gap: float | None
+    """Seconds since the tokens before these were read from the device; None where these are the first, or none."""
 
     @property
     def text(self) -> str:

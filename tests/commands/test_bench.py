@@ -2,12 +2,14 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from jaxspec.bench import costs, decode
+from jaxspec.bench import costs, decode, engine
 from jaxspec.bench.costs import Costs
+from jaxspec.bench.engine import Bench, Measured, Sizes
 from jaxspec.cli import main
 
 FIELDS = {
@@ -151,3 +153,62 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in text
     assert text.count("│ --max-tokens") == 1
     assert "--max-batch" not in text
+
+
+def bench_engine(*arguments: str) -> int:
+    return main(["bench", "engine", *arguments])
+
+
+def test_a_scenario_of_the_engine(tiny_model, monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(engine, "Bench", partial(Bench, sizes=Sizes(limit=200, crowd=3, answer=20)))
+    common = ["--model", str(tiny_model), "--kv-memory", "0.002", "--json", str(tmp_path / "rows.json")]
+    assert bench_engine("memory", *common) == 0
+    out, err = capsys.readouterr()
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["case"] for row in rows] == ["200 slots each", "pages of 16", "pages of 64"]
+    for row in rows:
+        assert (row["scenario"], row["model"], row["kv_memory"]) == ("memory", str(tiny_model), 0.002)
+        assert row["peak_concurrency_ratio"] == row["peak_concurrency"] / rows[0]["peak_concurrency"]
+        assert f"memory, {row['case']}: " in err
+        assert row["case"] in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def test_ctrl_c_prints_the_cases_that_are_done(tiny_model, monkeypatch, capsys) -> None:
+    def run(name: str, bench: Bench):
+        yield from [Measured(name, "off", "off", {"seconds": 1.25})] * (name == "prefix")
+        if name == "chunks":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "run", run)
+    assert bench_engine("all", "--model", str(tiny_model)) == 130
+    out, err = capsys.readouterr()
+    assert "1.25" in out
+    assert err.splitlines()[-1] == "interrupted: the tables hold what was measured"
+    assert bench_engine("chunks", "--model", str(tiny_model)) == 130
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[-1]) == ("", "interrupted: nothing is measured yet")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["speed"], "no scenario named 'speed' (there are: all, memory, prefix, chunks, throughput)"),
+        (["memory", "--prompts", "nope"], "no prompts config named 'nope'"),
+        (["memory", "--json", "nowhere/rows.json"], "there is no folder nowhere"),
+        (["memory", "--kv-memory", "0"], "kv_memory must be above 0"),
+        (["memory"], "takes a context of 1024 tokens"),
+    ],
+)
+def test_errors_of_the_engine_bench_are_one_line(tiny_model, arguments: list[str], said: str, capsys) -> None:
+    assert bench_engine(*arguments, "--model", str(tiny_model)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+def test_help_of_the_engine_bench_teaches(capsys) -> None:
+    assert bench_engine("--help") == 0
+    text = capsys.readouterr().out
+    for word in ("memory", "prefix", "chunks", "throughput", "jaxspec bench engine all", "--repeats", "contiguous"):
+        assert word in text

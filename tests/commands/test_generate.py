@@ -75,7 +75,7 @@ def test_json_is_one_object_a_prompt(run, oracle):
     for row in found:
         assert set(row) == {"prompt", "text", "token_ids", "finish_reason", "seed", "stats"}
         assert (row["finish_reason"], row["seed"]) == ("length", 3)
-        names = {"tokens", "seconds", "tokens_per_second", "steps", "tau", "acceptance_rate"}
+        names = {"tokens", "seconds", "tokens_per_second", "steps", "tau", "acceptance_rate", "cached_tokens"}
         assert set(row["stats"]) == names
         assert (row["stats"]["tokens"], row["stats"]["tau"], row["stats"]["acceptance_rate"]) == (12, 1.0, 0.0)
 
