@@ -184,7 +184,7 @@ def _row(answers: Sequence[Answers], category: str, drafter: str) -> Row:
     }
 
 
-def _ratio(a: float, b: float) -> float:
+def _ratio(a: float | int, b: float | int) -> float:
     return a / b if b > 0 else 0.0
 
 

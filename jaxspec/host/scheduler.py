@@ -1,7 +1,8 @@
 """Who runs: requests wait in line for a row of the batch and for pages, and give way when pages run out.
 
 Continuous batching (Orca, Yu et al. 2022) with chunked prefill (Sarathi, Agrawal et al. 2023) over shared pages. The
-first in line is never overtaken and the last in line gives way, so whoever came first always gets on.
+first in line is never overtaken, save by who fits in while a fork waits for its parent's prompt; the last in line gives
+way. So whoever came first always gets on.
 """
 
 from bisect import insort
@@ -218,7 +219,8 @@ class Scheduler:
             self._leave(running)
 
     def _limit(self, sample: Sample) -> int:
-        return len(sample.prompt_ids) + sample.max_tokens + self.look_ahead
+        """Slots it may ever write: the last token of all is emitted and never written."""
+        return len(sample.prompt_ids) + sample.max_tokens - 1 + self.look_ahead
 
     def _slots(self, running: Running, rounds: int) -> int:
         """Slots that so many rounds may write."""

@@ -1,0 +1,179 @@
+"""Schedulers without a device: helpers, and a simulated device on which everyone must find their own text."""
+
+import random
+
+from jaxspec.config import SamplingParams
+from jaxspec.host.output import Transcript
+from jaxspec.host.request import Sample
+from jaxspec.host.scheduler import Running, Scheduler
+
+LEVEL = 64
+"""Places that a level of priority is worth."""
+CHUNK = 24
+
+
+class NoText:
+    def push(self, ids: list[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def make(pages: int = 64, page: int = 4, **options) -> Scheduler:
+    return Scheduler(pages, page, **{"look_ahead": 0, "max_emitted": 1, "max_batch": 8, **options})
+
+
+def add(
+    scheduler: Scheduler,
+    name: str,
+    prompt: list[int] | int,
+    most: int = 8,
+    *,
+    place: int = 0,
+    n: int = 1,
+    salt: str = "",
+) -> list[Running]:
+    """Put a request in line; a prompt given as a number has so many tokens of its own."""
+    ids = (
+        prompt if isinstance(prompt, list) else [random.Random(f"{name} {i}").randrange(10_007) for i in range(prompt)]
+    )
+    params = SamplingParams(max_tokens=most, n=n, cache_salt=salt)
+    for index in range(n):
+        sample = Sample(name, index, ids, params, most, 0, 0.0, place)
+        scheduler.add(sample, Transcript(sample, NoText()))
+    return [r for r in scheduler.waiting if r.sample.request_id == name]
+
+
+def names(runnings) -> list[str]:
+    return [r.sample.request_id for r in runnings]
+
+
+def admit(scheduler: Scheduler, batch: int = 8) -> list[Running]:
+    return [admission.running for admission in scheduler.admit(batch)]
+
+
+def prefill(scheduler: Scheduler) -> None:
+    """Write all admitted prompts, and let them be found."""
+    while chunks := scheduler.next_chunks(CHUNK):
+        for chunk in chunks:
+            scheduler.publish(chunk.running)
+
+
+def start(scheduler: Scheduler, *args, **options) -> Running:
+    """A request that is ready to decode."""
+    running = add(scheduler, *args, **options)[0]
+    admit(scheduler, scheduler.max_batch)
+    prefill(scheduler)
+    assert running.prefilled
+    return running
+
+
+def emit(scheduler: Scheduler, running: Running, count: int, rounds: int = 1) -> None:
+    scheduler.reserve(rounds)
+    scheduler.commit(running, [len(running.tokens) + i for i in range(count)])
+    scheduler.publish(running)
+
+
+def held(scheduler: Scheduler) -> set[int]:
+    return {page for running in scheduler.rows.values() for page in running.table.pages}
+
+
+def check(scheduler: Scheduler) -> None:
+    """Every page is free, cached or held, and nobody who waits holds any."""
+    cached = scheduler.cache._pages if scheduler.cache else set()
+    assert scheduler.pages.free + len(held(scheduler) | cached) == scheduler.pages.num_pages
+    for row, running in scheduler.rows.items():
+        assert running.row == row
+        uses = [r for r in scheduler.rows.values() if set(r.table.pages) & set(running.table.pages[-1:])]
+        if running.table.tokens % scheduler.tables.page_size:
+            assert uses == [running]
+    for running in scheduler.waiting:
+        assert (running.row, running.table.pages, running.table.tokens) == (None, [], 0)
+
+
+def empty(scheduler: Scheduler) -> None:
+    """After everybody has left: only cached pages are not free, and nobody holds them."""
+    assert not scheduler.rows
+    assert not scheduler.waiting
+    if scheduler.cache is not None:
+        assert scheduler.cache.evictable == scheduler.cache.cached
+        scheduler.cache.clear()
+    assert scheduler.pages.free == scheduler.pages.num_pages
+
+
+class Device:
+    """Runs a scheduler as the engine does. A slot holds a hash of the text up to it; a free page holds nothing."""
+
+    def __init__(self, scheduler: Scheduler, rng: random.Random) -> None:
+        self.scheduler, self.rng, self.size = scheduler, rng, scheduler.tables.page_size
+        self.memory = {page: [None] * self.size for page in range(scheduler.pages.num_pages)}
+        self.flight: tuple[int, dict[int, Running]] = 0, {}
+        self.saved: dict[int, list[int]] = {}
+        self.done: list[Running] = []
+        release = scheduler.pages.release
+
+        def poisoned(pages):
+            freed = release(pages)
+            self.memory.update((page, [None] * self.size) for page in freed)
+            return freed
+
+        scheduler.pages.release = poisoned
+
+    def step(self, chunk: int, rounds: int, batch: int) -> None:
+        self.read()
+        for running, copy in self.scheduler.admit(batch):
+            if copy is not None:
+                self.memory[copy.target][: copy.slots] = self.memory[copy.source][: copy.slots]
+            assert running.saved in (None, len(running.tokens))
+            running.saved = None
+        chunks = self.scheduler.next_chunks(chunk)
+        assert sum(len(c.tokens) for c in chunks) <= chunk
+        for running, start, tokens in chunks:
+            self.write(running, start, running.tokens[: start + len(tokens)])
+        for running, _, _ in chunks:
+            self.scheduler.publish(running)
+        rounds, gone = self.scheduler.reserve(rounds)
+        for _, running in gone:
+            running.saved = len(running.tokens)
+        self.flight = rounds, self.scheduler.decoding
+        for running in self.flight[1].values():
+            self.see(running)
+            self.scribble(running, rounds)
+        check(self.scheduler)
+
+    def read(self) -> None:
+        rounds, rows = self.flight
+        for row, running in rows.items():
+            if running.row != row:
+                continue
+            left = running.sample.max_tokens - (len(running.tokens) - len(running.sample.prompt_ids))
+            most = min(left, rounds * self.scheduler.max_emitted)
+            emitted = [self.rng.randrange(2) for _ in range(self.rng.randint(1, most))]
+            length = running.table.tokens
+            self.write(running, length, (running.tokens + emitted)[:-1])
+            self.scheduler.commit(running, emitted)
+            self.scheduler.publish(running)
+            if len(emitted) == left:
+                self.scheduler.finish(running)
+                self.done.append(running)
+
+    def write(self, running: Running, start: int, text: list[int]) -> None:
+        for slot in range(start, len(text)):
+            page = running.table.pages[slot // self.size]
+            assert self.scheduler.pages.references(page) == 1, "a page that others hold is final"
+            self.memory[page][slot % self.size] = hash((running.sample.namespace, *text[: slot + 1]))
+
+    def scribble(self, running: Running, rounds: int) -> None:
+        """Drafts go to every slot that the rounds may write."""
+        slots = running.table.tokens + (rounds - 1) * self.scheduler.max_emitted + 1 + self.scheduler.look_ahead
+        for slot in range(running.table.tokens, min(slots, len(running.table.pages) * self.size)):
+            assert self.scheduler.pages.references(running.table.pages[slot // self.size]) == 1
+            self.memory[running.table.pages[slot // self.size]][slot % self.size] = None
+
+    def see(self, running: Running) -> None:
+        text = running.tokens
+        assert running.table.tokens == len(text) - 1
+        for slot in range(running.table.tokens):
+            expected = hash((running.sample.namespace, *text[: slot + 1]))
+            assert self.memory[running.table.pages[slot // self.size]][slot % self.size] == expected

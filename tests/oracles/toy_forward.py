@@ -1,0 +1,132 @@
+"""A language model in exact integers behind the interface of `forward`, and its texts without any cache.
+
+Each layer writes a token's state and position into the pool, and its next state is a hash of all (state, position)
+that it may see there, the sum modulo a prime. So every logit depends on every slot of the context, to the bit, and on
+the right slots of the layer below having been seen when those were written.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import noise
+from jaxspec.config import SamplingParams
+from jaxspec.kv.pool import append
+from jaxspec.models.spec import ModelSpec
+from pallas_kernels import visible_slots
+from tests.oracles.numpy_sampler import adjusted, kept
+
+PRIME = 4093
+VOCAB, KNOWN, CONTEXT = 320, 306, 120
+CYCLE = 6
+"""Tokens that a text goes round in until its hash throws it out: something for drafters to find."""
+FIRST = 66
+SPEC = ModelSpec(
+    vocab_size=VOCAB,
+    valid_vocab=KNOWN,
+    num_layers=2,
+    embed_dim=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    mlp_dim=1,
+    norm_eps=0.125,  # of no other model: compiled programs are kept by it
+    inv_freq=(),
+    max_context=CONTEXT,
+    tied_embeddings=True,
+)
+
+
+def _mixed(layer: int, state, position):
+    """What one slot adds to the hash: its state weighted by a number of its position. Below 2^25."""
+    return (state + 7 + layer) * (31 * position + 11 + layer) % PRIME
+
+
+def forward(params, spec, pool_spec, rows, tokens, positions, ancestors, pool, sequences, packing=None):
+    """In place of `jaxspec.models.transformer.forward`; hidden states are (hash, token)."""
+    if packing is not None:
+        tokens, positions = tokens[0][packing.token], positions[0][packing.token]
+    table, page = sequences.page_table[0], pool_spec.page_size
+    slots = jnp.arange(table.shape[1] * page)
+    visible = visible_slots(rows, slots, tokens.shape[1], ancestors)
+    state = tokens
+    for layer in range(spec.num_layers):
+        k, v = (a.astype(jnp.float32)[..., None, None] for a in (state, positions))
+        pool = append(pool_spec, pool, layer, rows, table, k, v)
+        pages = (table[rows.sequence] + layer * pool_spec.num_pages).reshape(-1)
+        states, places = (
+            pool_spec.format.read(pool, pages, which).reshape(rows.start.shape[0], -1).astype(jnp.int32)
+            for which in (0, 1)
+        )
+        added = jnp.where(visible, _mixed(layer, states, places)[:, None], 0)
+        state = jnp.sum(added, axis=-1) % PRIME
+    hidden = jnp.stack([state, tokens], axis=-1).astype(jnp.float32)
+    return (hidden if packing is None else hidden[packing.row, packing.column][None]), pool
+
+
+def logits_of(params, spec, hidden):
+    """In place of `jaxspec.models.transformer.logits_of`: multiples of 1/64."""
+    return _logits(*(hidden[..., i].astype(jnp.int32) for i in (0, 1)), jnp)
+
+
+def _logits(state, token, xp):
+    ids = xp.arange(VOCAB)
+    spread = (state[..., None] * (7 * ids + 3) % 257).astype(xp.float32) / 64
+    usual = (ids == FIRST + (token[..., None] + 1) % CYCLE) & (state[..., None] % 3 != 0)
+    return xp.where(ids < KNOWN, spread + 8 * usual, -xp.inf).astype(xp.float32)
+
+
+class Text(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+    """By one of the stop ids, or else at its length."""
+
+
+def write(
+    prompt: Sequence[int], params: SamplingParams, seed: int, sample: int, limit: int, stop_ids: tuple[int, ...]
+) -> Text:
+    """What the engine must emit, one token after the other."""
+    gumbel = _noise(seed, sample, limit) if params.temperature else None
+    states, output, logprobs = [0] * SPEC.num_layers, [], []
+    for position, token in enumerate(prompt):
+        hashed = _advance(states, token, position)
+    while True:
+        logits = _logits(np.array(hashed), np.array(token), np)
+        token = _pick(logits, params, prompt, output, stop_ids, None if gumbel is None else gumbel[len(output)])
+        position += 1
+        output.append(token)
+        logprobs.append(float(logits[token] - np.log(np.exp(logits.astype(np.float64)).sum())))
+        if token in stop_ids or len(output) == limit:
+            return Text(output, logprobs, token in stop_ids)
+        hashed = _advance(states, token, position)
+
+
+def _advance(states: list[int], state: int, position: int) -> int:
+    """The hash after one more token; `states` are the running sums of each layer."""
+    for layer in range(len(states)):
+        states[layer] = (states[layer] + _mixed(layer, state, position)) % PRIME
+        state = states[layer]
+    return state
+
+
+def _pick(logits, params: SamplingParams, prompt, output, stop_ids, gumbel) -> int:
+    wanted = adjusted(logits, params, prompt, output, stop_ids)
+    if gumbel is None:
+        return int(np.argmax(wanted))
+    scaled = wanted / params.temperature
+    return int(np.argmax(np.where(kept(scaled, params), scaled + gumbel, -np.inf)))
+
+
+def _noise(seed: int, sample: int, limit: int) -> np.ndarray:
+    """Gumbel noise `[ordinals, V]` of the target's draws."""
+    words = np.array([[seed & 0xFFFFFFFF, seed >> 32]], np.uint32)
+    return np.asarray(_gumbel(words, np.int32([sample]), np.arange(CONTEXT, dtype=np.int32)[None]))[0, :limit]
+
+
+@jax.jit
+def _gumbel(words, sample, ordinals):
+    return noise.gumbel(noise.noise_keys(words, sample, ordinals, noise.TARGET), jnp.arange(VOCAB))

@@ -1,0 +1,271 @@
+"""Laws 3 and 5 through the engine: whatever happens to a request on its way, its text is that of no cache at all.
+
+Law 3c runs on a model of exact integers, `tests.oracles.toy_forward`, law 3b and law 1 on a tiny transformer. Freed
+pages are poisoned.
+"""
+
+import importlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import decode, drafters
+from jaxspec.config import EngineConfig, SamplingParams
+from jaxspec.engine import PLACES_A_LEVEL, Engine
+from jaxspec.host.blocks import Pages
+from jaxspec.host.request import CompletionOutput
+from jaxspec.host.scheduler import Scheduler
+from jaxspec.models.loading import LoadedModel, load_model
+from tests.driver import SPEC, VOCAB, random_params
+from tests.oracles import toy_forward
+from tests.oracles.serving import Results, Work, compare, poison, preempt_every_round, serve, some_work
+
+DRAFTERS = ["none", "ngram", "layer_skip", "draft_model"]
+DRAFTED = 3
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model) -> LoadedModel:
+    return load_model(str(tiny_model), progress=False)
+
+
+@pytest.fixture(scope="module")
+def toy(tiny) -> LoadedModel:
+    layers = (jnp.zeros(1),) * toy_forward.SPEC.num_layers
+    return LoadedModel(toy_forward.SPEC, {"layers": layers}, tiny.tokenizer, "toy")
+
+
+@pytest.fixture
+def integers(monkeypatch: pytest.MonkeyPatch, toy: LoadedModel) -> Iterator[None]:
+    """The toy in place of the transformer; its programs run for so short that optimising them takes longer."""
+    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_: toy)
+    for module in ("decode", "round", "drafters._model"):
+        monkeypatch.setattr(f"jaxspec.{module}.forward", toy_forward.forward)
+    for module in ("round", "drafters._model"):
+        monkeypatch.setattr(f"jaxspec.{module}.logits_of", toy_forward.logits_of)
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def made() -> dict:
+    """Drafters by name: engines of the same one share their compiled programs."""
+    return {}
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch, made: dict) -> Callable[..., Engine]:
+    """Makes an engine that prefills in chunks of any size, with rows of `row` tokens."""
+
+    def get_drafter(config: EngineConfig, loaded: LoadedModel):
+        key = config.drafter, loaded.name
+        if key not in made:
+            drafter, params = drafters.get_drafter(config, loaded)
+            if drafter.model is not None:  # it always drafts: compiling rows for no draft would be lost time
+                drafter = drafter._replace(widths=drafter.widths[-1:])
+            made[key] = drafter, params
+        return made[key]
+
+    def make(loaded: LoadedModel, *, chunk: int, row: int | None = None, buckets: Sequence[int] = (), **options):
+        monkeypatch.setattr("jaxspec.config.PREFILL_ROW", 1)
+        monkeypatch.setattr("jaxspec.engine.PREFILL_ROW", row or min(chunk, 64))
+        monkeypatch.setattr("jaxspec.engine.BATCH_BUCKETS", buckets)
+        monkeypatch.setattr("jaxspec.engine.get_drafter", get_drafter)
+        options = {"draft_adaptive": False, "ngram_min": 1, "max_batch": 4, "draft_model": loaded.name} | options
+        config = EngineConfig(verify="coupled", draft_tokens=DRAFTED, prefill_chunk=chunk, **options)
+        return Engine(loaded, config)
+
+    return make
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list:
+    """Grows by one at each call of that function."""
+    calls: list = []
+    module, attribute = name.rsplit(".", 1)
+    function = getattr(importlib.import_module(module), attribute)
+    monkeypatch.setattr(name, lambda *args, **options: calls.append(0) or function(*args, **options))
+    return calls
+
+
+def chunks(page: int) -> list[int]:
+    return [1, max(page - 1, 1), page, 3 * page + 5]
+
+
+CASES = [(1, "none"), (16, "none"), (3, "ngram"), (64, "layer_skip"), (3, "draft_model")]
+
+
+@pytest.mark.parametrize(("page", "drafter"), CASES)
+def test_law_3c_nothing_that_happens_on_the_way_changes_a_text(
+    integers, toy, build, monkeypatch, page: int, drafter: str
+):
+    copies = counted(monkeypatch, "jaxspec.decode.copy_page")
+    rng = random.Random(f"{page} {drafter}")
+    one, less, same, more = chunks(page)
+    passes = [
+        (one, True, False, None),
+        (less, False, True, None),
+        (same, True, False, preempt_every_round),
+        (more, True, True, None),
+        (more, False, False, partial(preempt_every_round, everyone=True)),
+    ]
+    hits = preemptions = 0
+    for chunk, caching, scarce, hook in passes:
+        engine = poison(build(toy, chunk=chunk, page_size=page, drafter=drafter, prefix_cache=caching))
+        engine = hook(engine) if hook else engine
+        work = some_work(toy, rng, page, aborts=0.1, rush=scarce)
+        least = -(-(toy_forward.CONTEXT + DRAFTED) // page)
+        compare(toy, work, serve(engine, work, least + least // 8 if scarce else None))
+        counters = engine.scheduler.counters
+        hits, preemptions = hits + counters.hit_tokens, preemptions + (0 if hook else counters.preemptions)
+        assert counters.preemptions > 0 or not hook
+    assert hits > 100
+    assert copies or page == 1
+    assert preemptions or page == 64
+
+
+def test_law_3c_a_draft_model_keeps_in_step(integers, toy, build):
+    """The target as its own draft, with the same noise, is always right: its cache holds what the target's does."""
+    rng = random.Random(5)
+    for hook in (None, preempt_every_round):
+        engine = poison(build(toy, chunk=14, page_size=3, drafter="draft_model"))
+        work = some_work(toy, rng, 3, count=14)
+        drafted = 0
+        for output in serve(hook(engine) if hook else engine, work, 60).values():
+            for done in output.rounds[:-1]:
+                assert done.drafted == done.accepted == DRAFTED
+            drafted += output.stats.drafted
+        assert drafted > 100
+        assert engine.scheduler.counters.hit_tokens > 50
+        assert engine.scheduler.counters.preemptions > 0 or hook is None
+
+
+def test_law_3c_batches_of_any_size(integers, toy, build):
+    """Requests move from row to row as the batch grows and shrinks."""
+    rng = random.Random(6)
+    engine = poison(build(toy, chunk=15, row=4, page_size=3, drafter="ngram", buckets=(1,)))
+    sizes = set()
+    resize = engine._resize
+    engine._resize = lambda: resize() or sizes.add(engine._batch)
+    work = [*some_work(toy, rng, 3, count=15), Work("alone", [5, 6, 7], SamplingParams(max_tokens=9, logprobs=0), 200)]
+    compare(toy, work, serve(engine, work))
+    assert sizes == {1, 4}
+
+
+@pytest.fixture(scope="module")
+def transformer(tiny) -> LoadedModel:
+    """A small transformer whose text varies with the context."""
+    return LoadedModel(replace(SPEC, max_context=toy_forward.CONTEXT), random_params().target, tiny.tokenizer, "small")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Results:
+    """What plain decoding makes of `transformer_work`; the first test to come this way fills it."""
+    return {}
+
+
+def transformer_work() -> list[Work]:
+    rng = random.Random(9)
+    text = [rng.randrange(3, VOCAB) for _ in range(70)]
+    prompts = [text[:40], text[:9], [*text[:41], 5], text[20:27] * 3, text[:63], text[:1], [*text[:24], 7, 8], text]
+    kinds = [
+        {},
+        {"temperature": 0.8, "n": 3},
+        {"temperature": 1.0, "top_k": 20, "min_p": 0.02, "presence_penalty": 0.2},
+    ]
+    return [
+        Work(f"{i}", prompt, SamplingParams(max_tokens=22, ignore_eos=True, seed=i, logprobs=2, **kinds[i % 3]), 3 * i)
+        for i, prompt in enumerate(prompts * 2)
+    ]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_laws_1_3b_and_5_on_a_transformer(transformer, build, monkeypatch, plain: Results, drafter: str):
+    """Poison changes no bit, and preemption, hits, forks and drafts change rounding only."""
+    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_: transformer)
+    make = partial(build, transformer, chunk=32, row=16, page_size=8)
+    if not plain:
+        plain |= serve(make(prefix_cache=False, max_batch=4), transformer_work())
+    clean, engine = (preempt_every_round(wrap(make(drafter=drafter))) for wrap in (lambda engine: engine, poison))
+    first, second = (serve(e, transformer_work(), 34) for e in (clean, engine))
+    counters = engine.scheduler.counters
+    assert min(counters.hit_tokens, counters.preemptions) > 20
+    assert first.keys() == second.keys() == plain.keys()
+    for key, expected in plain.items():
+        assert second[key].token_ids == first[key].token_ids
+        assert second[key].logprobs == first[key].logprobs
+        assert np.isfinite([entry.logprob for entry in first[key].logprobs]).all()
+        same = until_a_near_tie(expected)
+        assert first[key].token_ids[:same] == expected.token_ids[:same]
+        both = ([entry.logprob for entry in output.logprobs[:same]] for output in (first[key], expected))
+        np.testing.assert_allclose(*both, atol=1e-3)
+    compared = sum(until_a_near_tie(output) for output in plain.values())
+    assert compared > 0.95 * sum(len(output.token_ids) for output in plain.values())
+
+
+def until_a_near_tie(output: CompletionOutput) -> int:
+    """Tokens before the first that rounding may change, as its two likeliest are this close."""
+    gaps = [abs(float(np.subtract(*list(entry.top.values())[:2]))) for entry in output.logprobs]
+    return next((i for i, gap in enumerate(gaps) if gap < 2e-3), len(gaps))
+
+
+def test_requests_wait_in_the_order_of_their_priority(toy, build):
+    engine = build(toy, chunk=16, page_size=16)
+    for number in range(200):
+        priority = {0: 1, 1: 2, 150: -1}.get(number, 0)
+        engine.add(f"{number}", [5], SamplingParams(priority=priority))
+    order = [int(running.sample.request_id) for running in engine.scheduler.waiting]
+    assert [n for n in order if n not in (0, 1, 150)] == sorted(set(range(200)) - {0, 1, 150})
+    for number, levels in ((0, 1), (1, 2)):
+        overtaken_by = [n for n in order[: order.index(number)] if n > number]
+        assert PLACES_A_LEVEL * levels - 4 <= len(overtaken_by) <= PLACES_A_LEVEL * levels
+    assert 60 <= len([n for n in order[order.index(150) :] if n < 150]) <= PLACES_A_LEVEL
+
+
+def unwritten(self: Scheduler, running) -> None:
+    """Publishes the root's slot too, whose key and value are not written."""
+    whole = len(running.tokens) // self.tables.page_size
+    if whole > running.published and len(running.table.pages) >= whole:
+        self.cache.insert(
+            running.tokens[: whole * self.tables.page_size], running.table.pages, running.sample.namespace
+        )
+        running.published = whole
+
+
+def greedy_trim(self: Pages, table) -> list[int]:
+    """Gives back the last committed page where it is not full."""
+    needed = table.tokens // self.page_size
+    surplus = table.pages[needed:]
+    del table.pages[needed:]
+    return self.allocator.release(surplus[::-1])
+
+
+def forgetful(state, row, length, saved, restore=decode.restore_row):
+    """Restores a row that starts to count its tokens anew."""
+    return restore(state, row, length, saved._replace(progress=saved.progress._replace(ordinal=np.int32(0))))
+
+
+FAULTS = {
+    "a slot that is not written yet is published": ("jaxspec.host.scheduler.Scheduler.publish", unwritten),
+    "a fork without the copy of its page": ("jaxspec.decode.copy_page", lambda state, *_, **__: state),
+    "a committed page is given back as look-ahead": ("jaxspec.host.blocks.Pages.trim", greedy_trim),
+    "a row restored without its ordinal": ("jaxspec.decode.restore_row", forgetful),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_law_3c_finds_faults(integers, toy, build, monkeypatch, fault: str | None):
+    work = some_work(toy, random.Random(8), 16, count=14)
+    engine = preempt_every_round(poison(build(toy, chunk=53, page_size=16)))
+    if fault is None:
+        compare(toy, work, serve(engine, work, 20))
+        return
+    monkeypatch.setattr(*FAULTS[fault])
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        compare(toy, work, serve(engine, work, 20))
