@@ -29,6 +29,8 @@ class Running:
     """Of the batch; None while it waits."""
     saved: Any = None
     """What the device knew of it when it had to give way."""
+    resumed: bool = False
+    """Whether it had to give way before."""
     published: int = 0
     """Whole pages that the prefix cache knows."""
 
@@ -142,6 +144,8 @@ class Scheduler:
         """The next tokens to prefill, at most `budget`, first come first; from here on they count as written."""
         chunks = []
         for running in sorted((r for r in self.rows.values() if not r.prefilled), key=_place):
+            if budget:
+                self._look_again(running)
             start = running.table.tokens
             tokens = running.tokens[start : min(start + budget, len(running.tokens) - 1)]
             if not tokens:
@@ -177,6 +181,7 @@ class Scheduler:
         """Send the last in line back to wait, without its pages; returns the row it had, too."""
         running = max(self.rows.values(), key=_place)
         row = self._leave(running)
+        running.resumed = True
         insort(self.waiting, running, key=_place)
         self.counters.preemptions += 1
         return row, running
@@ -245,6 +250,19 @@ class Scheduler:
         running.table = PageTable(pages, len(pages) * self.tables.page_size)
         return None
 
+    def _look_again(self, running: Running) -> None:
+        """Take from the prefix cache what others have written since: of those who begin alike one computes."""
+        if self.cache is None:
+            return
+        table, found = running.table, self.cache.match(running.tokens, running.sample.namespace)
+        gained = len(found) * self.tables.page_size - table.tokens
+        spare = found
+        if gained > 0:
+            spare, table.pages[: len(found)] = table.pages[: len(found)], found
+            self.tables.commit(table, len(found) * self.tables.page_size)
+            self._count_hit(running, gained)
+        self.pages.release(spare[::-1])
+
     def _fits(self, running: Running) -> bool:
         """Whether it has pages up to its first round now, with one to spare for each that runs already."""
         try:
@@ -264,11 +282,16 @@ class Scheduler:
         return count <= self.pages.free
 
     def _count_admission(self, running: Running) -> None:
-        if running.saved is None:
-            running.sample.cached_tokens = running.table.tokens
+        if not running.resumed:
             self.counters.prompt_tokens += len(running.sample.prompt_ids)
-            self.counters.hit_tokens += running.table.tokens
+            self._count_hit(running, running.table.tokens)
         self.counters.peak_running = max(self.counters.peak_running, len(self.rows))
+
+    def _count_hit(self, running: Running, tokens: int) -> None:
+        # What is found again of a text that gave way was computed before: it is no hit.
+        if not running.resumed:
+            running.sample.cached_tokens += tokens
+            self.counters.hit_tokens += tokens
 
     def _leave(self, running: Running) -> int:
         row = next(row for row, other in self.rows.items() if other is running)

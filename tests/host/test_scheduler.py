@@ -307,3 +307,22 @@ def test_waste_is_less_than_a_page_a_sequence(page: int):
         assert all(len(r.table.pages) * page - r.table.tokens < page for r in runnings)
         assert reserved - tokens <= (page - 1) * len(runnings)
         assert reserved - tokens < 0.04 * reserved
+
+
+def test_of_those_who_begin_alike_one_computes():
+    """They are admitted together, before any of it is written."""
+    scheduler = make(pages=64, page=4)
+    document = [random.Random(i).randrange(10_007) for i in range(40)]
+    readers = [add(scheduler, f"{i}", [*document, i, 0, 1], place=i)[0] for i in range(3)]
+    assert admit(scheduler) == readers
+    taken = scheduler.pages.num_pages - scheduler.pages.free
+    prefill(scheduler)
+    assert all(reader.prefilled for reader in readers)
+    # The first reader's 42 tokens; of the others only what comes after its last whole page of the document.
+    assert scheduler.counters.computed_tokens == 42 + 2 * 2
+    assert [reader.sample.cached_tokens for reader in readers] == [0, 40, 40]
+    assert scheduler.counters.hit_tokens == 80
+    shared = {page for reader in readers for page in reader.table.pages[:10]}
+    assert len(shared) == 10
+    assert scheduler.pages.free == scheduler.pages.num_pages - taken + 20
+    check(scheduler)
