@@ -318,10 +318,11 @@ def test_of_those_who_begin_alike_one_computes():
     taken = scheduler.pages.num_pages - scheduler.pages.free
     prefill(scheduler)
     assert all(reader.prefilled for reader in readers)
-    # The first reader's 42 tokens; of the others only what comes after its last whole page of the document.
-    assert scheduler.counters.computed_tokens == 42 + 2 * 2
-    assert [reader.sample.cached_tokens for reader in readers] == [0, 40, 40]
-    assert scheduler.counters.hit_tokens == 80
+    # The first reader's 42 tokens; of the others what comes after the document, and of the second the 6 tokens that
+    # were left of the budget when the first was done.
+    assert scheduler.counters.computed_tokens == 42 + 2 * 2 + 6
+    assert [reader.sample.cached_tokens for reader in readers] == [0, 34, 40]
+    assert scheduler.counters.hit_tokens == 74
     shared = {page for reader in readers for page in reader.table.pages[:10]}
     assert len(shared) == 10
     assert scheduler.pages.free == scheduler.pages.num_pages - taken + 20
