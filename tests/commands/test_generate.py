@@ -154,7 +154,10 @@ def test_speculation_without_colours_says_so(run, monkeypatch):
     assert "no token was drafted" in run("--show-speculation", "--raw", "--drafter", "none", COPY)[2]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full to stand for a full disk")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(),
+    reason="only Linux has /dev/full, a file on which every write fails as on a full disk",
+)
 def test_output_that_cannot_be_written_is_one_line(run, monkeypatch):
     full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails too
     monkeypatch.setattr(sys, "stdout", full)

@@ -32,7 +32,7 @@ TEXT = st.lists(st.sampled_from(CHARACTERS), max_size=24).map("".join) | st.text
 
 def shared_lines(name: str) -> list[dict[str, Any]]:
     if not (SHARED / name).is_file():
-        pytest.skip(f"needs shared/data/{name}")
+        pytest.skip(f"others' data is not ours to keep here: {name} is compared where it lies beside the checkout")
     with (SHARED / name).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 

@@ -108,7 +108,7 @@ print((kib("VmHWM") - before) * 1024 / sum(leaf.nbytes for leaf in jax.tree.leav
 def _growth(tiny: Path, model: str) -> float:
     """Peak growth of the resident memory while a model loads, mapped files included, over its parameters' bytes."""
     if not Path("/proc/self/status").exists():
-        pytest.skip("this system does not tell a process's peak memory")
+        pytest.skip("the peak of resident memory, mapped files included, is read from Linux's /proc")
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tiny), model], capture_output=True, text=True, check=True)
     return float(done.stdout)
 

