@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.commands import bench
+from jaxspec.commands import bench, plan
 from jaxspec.commands.batch import batch
+from jaxspec.commands.convert import convert
 from jaxspec.commands.generate import generate
 from jaxspec.errors import JaxspecError
 
@@ -20,7 +21,9 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(batch)
+app.command()(convert)
 app.add_typer(bench.app, name="bench")
+app.add_typer(plan.app, name="plan")
 
 
 def _show_version(wanted: bool) -> bool:

@@ -56,6 +56,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Same seed, same text, whatever else is in the batch. None draws a fresh seed for each request."""
     n: int = 1
     """Samples of this prompt."""
+    best_of: int | None = None
+    """Draw so many samples and give the n whose tokens have the highest mean log probability by the model's own
+    distribution, best first; it needs a temperature. None draws n and gives them all."""
     logprobs: int | None = None
     """Log probabilities of each emitted token and of this many likeliest ones, of the model's own distribution."""
     skip_special_tokens: bool = True
@@ -63,6 +66,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A request may be overtaken by at most 64 later ones for each level that theirs is lower."""
     cache_salt: str = ""
     """Cached prefixes are shared between requests of the same salt only."""
+    cache_ttl: float | None = None
+    """Seconds for which the whole pages of this prompt stay in the prefix cache once it is written; None keeps them
+    until the room is needed."""
 
     def __post_init__(self) -> None:
         for ok, what in self._checks():
@@ -106,10 +112,27 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             (abs(self.priority) < 2**31, f"priority must fit in 32 bits, not {self.priority}"),
             (self.n >= 1, f"n must be 1 or more, not {self.n}"),
             (
+                self.best_of is None or self.best_of >= self.n,
+                f"best_of must be n ({self.n}) or more, not {self.best_of}",
+            ),
+            (
+                self.temperature > 0 or self.best_of in (None, 1),
+                f"best_of {self.best_of} of a greedy request are all the same: set a temperature or leave best_of out",
+            ),
+            (
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
                 f"logprobs must be 0 to {MAX_LOGPROBS}, not {self.logprobs}",
             ),
+            (
+                self.cache_ttl is None or self.cache_ttl > 0,
+                f"cache_ttl must be above 0 seconds, not {self.cache_ttl}",
+            ),
         ]
+
+    @property
+    def samples(self) -> int:
+        """Samples that are drawn: all of them, also those that `best_of` leaves out."""
+        return self.best_of or self.n
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -142,7 +165,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ngram_min: int = 2
     """ngram: tokens that a match needs."""
     weights: str = "auto"
-    """auto | float32 | bfloat16; auto is float32 on the CPU and bfloat16 elsewhere."""
+    """auto | float32 | bfloat16, or a file in jaxspec/models/quantization; auto is what a quantised checkpoint holds,
+    else float32 on the CPU and bfloat16 elsewhere."""
     kv_dtype: str = "auto"
     """A file in jaxspec/kv/formats; auto is float32 on the CPU and bfloat16 elsewhere."""
     max_batch: int = 8

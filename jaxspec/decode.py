@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.kv.pool import duplicate
+from jaxspec.kv.pool import duplicate, select
 from jaxspec.models.transformer import forward
 from jaxspec.program import NEUTRAL, Program
 from jaxspec.round import empty_output, one_round
@@ -21,8 +21,8 @@ def init_state(program: Program, batch: int, table_width: int) -> DecodeState:
     vocab = program.model.vocab_size
     zeros = partial(jnp.zeros, (batch,), jnp.int32)
     return DecodeState(
-        pool=program.pool.allocate(),
-        draft_pool=program.draft_pool.allocate() if program.draft_pool else {},
+        pool=program.pool.allocate(batch),
+        draft_pool=program.draft_pool.allocate(batch) if program.draft_pool else {},
         sequences=Sequences(
             jnp.zeros((1, batch, table_width), jnp.int32),
             jnp.zeros((1, batch), jnp.int32),
@@ -140,8 +140,9 @@ def restore_row(state: DecodeState, row: Int[Array, ""], length: Int[Array, ""],
 
 
 def select_rows(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
-    """The same state for another batch bucket: row i is the old row `rows[i]`. The pool is not touched."""
-    return _select(state._replace(pool={}, draft_pool={}), rows)._replace(pool=state.pool, draft_pool=state.draft_pool)
+    """The same state for another batch bucket: row i is the old row `rows[i]`. Pages are not touched."""
+    pools = {"pool": select(state.pool, rows), "draft_pool": state.draft_pool}
+    return _select(state._replace(pool={}, draft_pool={}), rows)._replace(**pools)
 
 
 @jax.jit

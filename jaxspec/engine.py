@@ -2,27 +2,27 @@
 
 import random
 import time
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from jaxspec import decode
 from jaxspec.config import PREFILL_ROW, EngineConfig, SamplingParams
 from jaxspec.drafters import get_drafter
-from jaxspec.errors import CapacityError, ConfigError, RequestError
+from jaxspec.errors import RequestError
 from jaxspec.host.metrics import Metrics
-from jaxspec.host.output import Emitted, Transcript
+from jaxspec.host.output import Contest, Emitted, Transcript
 from jaxspec.host.request import Sample, TextDelta, TokenLogprobs
 from jaxspec.host.scheduler import Admission, Chunk, Running, Scheduler
-from jaxspec.kv.formats import get_format
-from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.loading import LoadedModel
-from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import stack_layers
 from jaxspec.program import Finish, Program
 from jaxspec.sampling import sampling_row
+from jaxspec.sizes import context_of, pool_of
 from jaxspec.types import Models, Output, Params
 from pallas_kernels import Rows
 
@@ -53,9 +53,9 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.tokenizer, self.spec, self.config = loaded.tokenizer, loaded.spec, config
-        self.max_context = _context(config, loaded.spec.max_context)
+        self.max_context = context_of(config, loaded.spec)
         drafter, draft_params = get_drafter(config, loaded)
-        pool, self._table_width = _pool(config, loaded.spec, drafter.model, self.max_context + drafter.tree.size)
+        pool, self._table_width = pool_of(config, loaded.spec, drafter)
         self.program = Program(loaded.spec, pool, drafter)
         self.params = Models(_laid_out(loaded.params), _laid_out(draft_params))
         self.scheduler = Scheduler(
@@ -64,9 +64,12 @@ class Engine:
             look_ahead=drafter.tree.size,
             max_emitted=self.program.max_emitted,
             max_batch=config.max_batch,
+            max_context=self.max_context,
             prefix_cache=config.prefix_cache,
             # A draft's cache has gaps where rounds drafted nothing: only what prefill wrote is whole in both.
             publish_output=drafter.model is None,
+            # What a page lacks at its end may be in a tail, which is the parent's own.
+            share_partial=not pool.format.group,
         )
         self.metrics = Metrics(self.scheduler.counters)
         self._buckets = [b for b in BATCH_BUCKETS if b < config.max_batch] + [config.max_batch]
@@ -74,12 +77,20 @@ class Engine:
         self._batch = 0
         self._arrivals = 0
         self._flight: Flight | None = None
+        self._contests: dict[str, Contest] = {}
+        """Of the requests that want the best of their samples."""
         self._seeds = random.Random(config.seed)
 
     @property
     def has_work(self) -> bool:
         """Whether any sample waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.rows)
+
+    def figures(self) -> dict[str, Any]:
+        """How it has done (see `Metrics.as_dict`), and the bytes that a token, and a tail if there is one, take."""
+        pool = self.program.pool
+        memory = {"kv_bytes_per_token": pool.token_bytes, "kv_tail_bytes": pool.tail_bytes}
+        return self.metrics.as_dict() | memory
 
     def add_chat(self, request_id: str, messages: list[dict], params: SamplingParams) -> None:
         """Queue a conversation, written out by the model's chat template. Raises RequestError."""
@@ -94,7 +105,8 @@ class Engine:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         place = self._arrivals + PLACES_A_LEVEL * params.priority
         now = time.perf_counter()
-        samples = [Sample(request_id, i, ids, params, max_tokens, seed, now, place) for i in range(params.n)]
+        drawn = _drawn(params)
+        samples = [Sample(request_id, i, ids, drawn, max_tokens, seed, now, place) for i in range(params.samples)]
         need, have = self.scheduler.pages_needed(samples[0]), self.scheduler.pages.num_pages
         if need > have:
             size = self.program.pool.page_size
@@ -102,6 +114,9 @@ class Engine:
                 f"prompt of {len(ids)} tokens with max_tokens {max_tokens} needs {need} pages of {size} slots, "
                 f"the pool has {have}: lower max_tokens or raise kv_memory"
             )
+        self.scheduler.pins.check(samples[0], now)
+        if params.best_of is not None:
+            self._contests[request_id] = Contest(params)
         self._arrivals += 1
         for sample in samples:
             stream = self.tokenizer.stream(params.skip_special_tokens)
@@ -110,17 +125,19 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Forget a request; nothing more is heard of it."""
         self.scheduler.abort(request_id)
+        self._contests.pop(request_id, None)
 
     def step(self) -> list[TextDelta]:
         """Read what the device has done, give it more to do, and meanwhile make text of what was read.
 
         So the first call of a busy time has no news.
         """
+        self.scheduler.pins.tick(time.perf_counter())
         news = self._read()
         self._dispatch()
         told = [self._tell(piece) for piece in news]
         self.metrics.take(told, self.scheduler)
-        return told
+        return [delta for raw in told for delta in self._chosen(raw)]
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
         if not ids:
@@ -206,11 +223,7 @@ class Engine:
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Write chunks of prompts, packed one after the other, and start the clocks of those that are whole now."""
-        parts = [
-            (running.row, start + at, tokens[at : at + PREFILL_ROW])
-            for running, start, tokens in chunks
-            for at in range(0, len(tokens), PREFILL_ROW)
-        ]
+        parts = [(running.row, *part) for running, start, tokens in chunks for part in self._rows(start, tokens)]
         if parts:
             self._send_pages()
         while parts:
@@ -231,6 +244,15 @@ class Engine:
             self.scheduler.publish(running)
         for running in ready:
             running.transcript.start()
+
+    def _rows(self, start: int, tokens: list[int]) -> Iterator[tuple[int, list[int]]]:
+        """A chunk in rows of PREFILL_ROW tokens at most, each within one group of slots where the format has those."""
+        group = self.program.pool.format.group
+        most = min(PREFILL_ROW, group) if group else PREFILL_ROW
+        end = most - (start % most if group else 0)
+        while tokens:
+            yield start, tokens[:end]
+            start, tokens, end = start + end, tokens[end:], most
 
     def _send_pages(self) -> None:
         table = np.zeros((self._batch, self._table_width), np.int32)
@@ -277,6 +299,23 @@ class Engine:
         self.scheduler.finish(news.running)
         return transcript.finish(delta, *reason)
 
+    def _chosen(self, delta: TextDelta) -> list[TextDelta]:
+        """The news, or what comes of it where the samples of a request compete."""
+        contest = self._contests.get(delta.request_id)
+        if contest is None:
+            return [delta]
+        chosen = contest.take(delta)
+        if chosen:
+            del self._contests[delta.request_id]
+        return chosen
+
+
+def _drawn(params: SamplingParams) -> SamplingParams:
+    """What each sample is drawn with: those that compete are judged by their log probabilities."""
+    if params.best_of is None or params.logprobs is not None:
+        return params
+    return msgspec.structs.replace(params, logprobs=0)
+
 
 def _reason(transcript: Transcript, finish: Finish) -> tuple[str, int | str | None] | None:
     """finish_reason and stop_reason of an ended sample; None while it runs."""
@@ -311,29 +350,6 @@ def _fitting(parts: list, shape: tuple[int, int]) -> list:
     return parts if len(parts) <= rows and sum(len(ids) for _, _, ids in parts) <= size else []
 
 
-def _context(config: EngineConfig, trained: int) -> int:
-    if config.max_context is not None and config.max_context > trained:
-        raise ConfigError(
-            f"max_context {config.max_context} is more than the {trained} tokens the model was trained for"
-        )
-    return config.max_context or trained
-
-
 def _laid_out(params: Params) -> Params:
     """Layers one by one on the CPU, where a scan would copy each; stacked elsewhere."""
     return params if jax.default_backend() == "cpu" or not params else stack_layers(params)
-
-
-def _pool(config: EngineConfig, spec: ModelSpec, draft: ModelSpec | None, slots: int) -> tuple[PoolSpec, int]:
-    """The pool that kv_memory pays for, no larger than a full batch can use, and the width of the page table."""
-    page = config.page_size or (64 if jax.default_backend() == "cpu" else 128)
-    width = -(-slots // page)
-    storage, models = get_format(config.kv_dtype), [spec] if draft is None else [spec, draft]
-    page_bytes = sum(PoolSpec(storage, m.num_layers, 1, page, m.num_kv_heads, m.head_dim).page_bytes for m in models)
-    pages = min(int(config.kv_memory * 2**30) // page_bytes, config.max_batch * width)
-    if pages < 1:
-        raise CapacityError(
-            f"kv_memory {config.kv_memory:g} GiB is less than one page: {page} tokens take "
-            f"{page_bytes / 2**20:.1f} MiB; raise kv_memory or lower page_size"
-        )
-    return PoolSpec(storage, spec.num_layers, pages, page, spec.num_kv_heads, spec.head_dim), width

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import msgspec
@@ -15,6 +15,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.host.request import CompletionOutput, RequestOutput
 from jaxspec.models.loading import LoadedModel, load_model
 from jaxspec.models.loading.wheel import cache_folder
+from jaxspec.sizes import check
 
 Message = dict[str, Any]
 
@@ -59,12 +60,38 @@ class LLM:
         listed = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         return self._run(listed, sampling_params, progress, self.engine.add_chat)
 
+    def pin(self, prompt: str | Sequence[int] | Sequence[Message], ttl: float = 3600.0, cache_salt: str = "") -> int:
+        """Keep the beginning of prompts to come in the cache, computed now if it is not there, for `ttl` seconds.
+
+        A text, token ids, or the messages that conversations begin with. Prompts with the same `cache_salt` that begin
+        with it find it there, however many others come between. Returns how many of its tokens are kept: whole pages
+        are. A second pin of the same prefix can only prolong the first; `math.inf` keeps it until `unpin`. Raises
+        RequestError where pins would leave too few pages for the largest request there may be.
+        """
+        params = SamplingParams(max_tokens=1, cache_ttl=ttl, cache_salt=cache_salt)
+        [output] = self._run([self._beginning(prompt)], params, False, self.engine.add)
+        return output.stats.pinned_tokens or 0
+
+    def unpin(self, prompt: str | Sequence[int] | Sequence[Message], cache_salt: str = "") -> int:
+        """Let go of the longest pinned prefix of a prompt; returns how many tokens it had, 0 where there is none."""
+        return self.engine.scheduler.pins.lift(self._beginning(prompt), cache_salt)
+
+    def _beginning(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
+        """The tokens of a prompt; those of messages end where the next message begins."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        given = list(prompt)
+        if given and isinstance(given[0], dict):
+            text = self.tokenizer.apply_chat_template(given, add_generation_prompt=False)
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return cast(list[int], given)
+
     def metrics(self) -> dict[str, Any]:
         """How the engine has done since it was made: speed, times, prompt tokens and memory, as `batch --summary` has.
 
-        `Metrics.as_dict` says what each figure is.
+        `Engine.figures` and `Metrics.as_dict` say what each figure is.
         """
-        return self.engine.metrics.as_dict()
+        return self.engine.figures()
 
     def _run(self, prompts: list, params, progress: bool, add: Callable) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
@@ -109,17 +136,13 @@ class LLM:
 
 
 def load(config: EngineConfig) -> LoadedModel:
-    """The model of a configuration, its weights in the type asked for; compiled programs are kept from here on."""
+    """The model of a configuration, its weights in the type asked for; compiled programs are kept from here on.
+
+    ConfigError for what no model could make right, before it is read.
+    """
+    check(config)
     _keep_compiled_programs()
-    return load_model(config.model, _weights(config.weights))
-
-
-def _weights(name: str) -> str:
-    if name not in ("auto", "float32", "bfloat16"):
-        raise ConfigError(f"weights must be auto, float32 or bfloat16, not {name!r}")
-    if name != "auto":
-        return name
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return load_model(config.model, config.weights)
 
 
 def _keep_compiled_programs() -> None:

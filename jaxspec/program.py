@@ -1,6 +1,6 @@
 """All that the compiled decode loop depends on besides shapes, and why a row of it stops."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 from jaxspec.config import SamplingParams
@@ -34,11 +34,9 @@ class Program:
 
     @property
     def draft_pool(self) -> PoolSpec | None:
-        """The pool of the drafter's own model: as many pages, of as many slots."""
+        """The pool of the drafter's own model."""
         model: ModelSpec | None = self.drafter.model
-        if model is None:
-            return None
-        return replace(self.pool, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+        return None if model is None else self.pool.of_draft(model.num_layers, model.num_kv_heads, model.head_dim)
 
     @property
     def max_emitted(self) -> int:

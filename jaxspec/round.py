@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.config import MAX_LOGPROBS
 from jaxspec.kv.pool import Pool, compact
+from jaxspec.kv.tail import room
 from jaxspec.models.transformer import forward, logits_of
 from jaxspec.program import NEUTRAL, Finish, Program
 from jaxspec.sampling import log_probabilities
@@ -40,7 +41,7 @@ def one_round(params: Models, program: Program, state: DecodeState, output: Outp
     proposal, drafter_state, draft_pool = drafter.propose(
         params.draft, state.drafter, state.draft_pool, view, program.draft_pool
     )
-    proposal = proposal._replace(valid=proposal.valid & progress.active[:, None])
+    proposal = proposal._replace(valid=proposal.valid & _possible(program, view))
     choices = [partial(_decide, params.target, program, width, view, proposal) for width in drafter.widths]
     verdict, logprobs, pool = _run_one(choices, _narrowest(drafter, proposal), state.pool)
     emitted, finish = _ends(verdict, progress, view.sampling)
@@ -55,6 +56,14 @@ def one_round(params: Models, program: Program, state: DecodeState, output: Outp
         drafter=drafter.observe(drafter_state, proposal, verdict, emitted),
     )
     return state, _emit(output, logprobs, verdict, emitted, progress)
+
+
+def _possible(program: Program, view: View) -> Bool[Array, "B N"]:
+    """Nodes that rows may draft at all: none where they stand still, none past the end of the root's group of slots."""
+    depths = jnp.asarray(program.drafter.tree.depths[1:], jnp.int32)
+    drafts = room(program.pool.format, view.sequences.length[0])
+    within = depths <= drafts[:, None] if drafts is not None else jnp.ones_like(depths, bool)
+    return view.progress.active[:, None] & within
 
 
 def _run_one(choices: list[Callable[[Pool], Decision]], wanted: Int[Array, ""], pool: Pool) -> Decision:

@@ -8,7 +8,7 @@ positions.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 WORD = 32
 """Draft nodes an ancestor word holds."""
@@ -34,6 +34,15 @@ class Packing(NamedTuple):
     column: Int[Array, "N"]
 
 
+class Tail(NamedTuple):
+    """The last slots of each row's sequence, where they are kept apart from its pages."""
+
+    keys: Float[Array, "R K S D"]
+    values: Float[Array, "R K S D"]
+    start: Int[Array, "R"]
+    """The slot that lies first in them; what pages hold from there on is not looked at."""
+
+
 def pack(rows: Rows, size: int, width: int) -> Packing:
     """For `size` tokens that hold the rows' tokens one row after the other, and padding at the end."""
     ends = jnp.cumsum(rows.count)
@@ -57,19 +66,20 @@ def page_slots(
 
 
 def visible_slots(
-    rows: Rows, slots: Int[Array, "S"], width: int, ancestors: Int[Array, "R T W"] | None
+    rows: Rows, slots: Int[Array, "S"] | Int[Array, "R S"], width: int, ancestors: Int[Array, "R T W"] | None
 ) -> Bool[Array, "R T S"]:
-    """Which of `slots` each query sees: all before its row, and within the row its ancestors and itself.
+    """Which of `slots` (the same for all rows, or each row's own) each query sees: all before its row, and within the
+    row its ancestors and itself.
 
     `ancestors[r, t]` has bit j set where token j of the row is token t's ancestor or t itself, 32 bits a word, least
     significant first; None means a chain: token t sees tokens 0 to t.
     """
-    relative = (slots[None, :] - rows.start[:, None])[:, None, :]
+    relative = (slots - rows.start[:, None])[:, None, :]
     if ancestors is None:
         return relative <= jnp.arange(width)[None, :, None]
     inside = (relative >= 0) & (relative < width)
     bit = jnp.where(inside, relative, 0)
     words = jnp.take_along_axis(
-        ancestors, jnp.broadcast_to(bit // WORD, (*ancestors.shape[:2], slots.shape[0])), axis=2
+        ancestors, jnp.broadcast_to(bit // WORD, (*ancestors.shape[:2], slots.shape[-1])), axis=2
     )
     return (relative < 0) | (inside & (((words >> (bit % WORD)) & 1) == 1))

@@ -2,16 +2,19 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB, LAYERS, EMBED, HEADS, KV_HEADS, MLP, CONTEXT = 512, 2, 64, 4, 2, 128, 256
+MOST_MAPPINGS = 20_000
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -85,3 +88,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _tokenizer().save(str(folder / "tokenizer.json"))
     save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+@pytest.fixture
+def unoptimised() -> Iterator[None]:
+    """For programs that run so shortly that optimising them would take longer."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings() -> Iterator[None]:
+    """Forget compiled programs once they are many: Linux lets a process map 65,530 regions, each program takes some
+    dozens, and XLA does not survive the lack of them."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.is_file() and len(maps.read_bytes().splitlines()) > MOST_MAPPINGS:
+        jax.clear_caches()

@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.config import SamplingParams
 from jaxspec.drafters.none import NONE
+from jaxspec.kv.format import Format
 from jaxspec.kv.formats import get_format
 from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.spec import ModelSpec
@@ -20,6 +21,7 @@ from jaxspec.types import Drafter, Models
 from pallas_kernels import Rows
 
 VOCAB, PAGE, TABLE = 61, 4, 12
+FLOAT32 = get_format("float32")
 SPEC = ModelSpec(
     vocab_size=64,
     valid_vocab=VOCAB,
@@ -60,9 +62,11 @@ def random_params(seed: int = 0):
     return Models(jax.tree.map(lambda a: a * 3 if a.ndim > 1 else a, params), {})
 
 
-def make_program(drafter: Drafter | None = None, *, pages: int = 128, page: int = PAGE, max_rounds: int = 8) -> Program:
-    pool = PoolSpec(get_format("float32"), SPEC.num_layers, pages, page, SPEC.num_kv_heads, SPEC.head_dim)
-    return Program(SPEC, pool, drafter or NONE, max_rounds)
+def make_program(
+    drafter: Drafter = NONE, *, kv: Format = FLOAT32, pages: int = 128, page: int = PAGE, max_rounds: int = 8
+) -> Program:
+    pool = PoolSpec(kv, SPEC.num_layers, pages, page, SPEC.num_kv_heads, SPEC.head_dim, drafter.tree.size)
+    return Program(SPEC, pool, drafter, max_rounds)
 
 
 def page_lists(program: Program, count: int, seed: int = 0) -> list[list[int]]:

@@ -41,6 +41,11 @@ NAN, INF = float("nan"), float("inf")
         {"stop_token_ids": list(range(25))},
         {"seed": 2**64},
         {"n": 0},
+        {"n": 2, "best_of": 1, "temperature": 1.0},
+        {"best_of": 2},
+        {"best_of": 0, "temperature": 1.0},
+        {"cache_ttl": 0.0},
+        {"cache_ttl": NAN},
         {"logprobs": 21},
         {"logprobs": -1},
     ],
@@ -60,6 +65,8 @@ def test_sampling_out_of_range_is_a_one_line_error_that_names_the_field(fields):
         {"seed": -(2**63)},
         {"seed": 2**64 - 1},
         {"min_tokens": 8, "max_tokens": 8, "logprobs": 0},
+        {"n": 3, "best_of": 3, "temperature": 1.0},
+        {"best_of": 1, "cache_ttl": INF},
     ],
 )
 def test_sampling_takes_the_edges_of_each_range(fields):

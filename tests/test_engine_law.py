@@ -6,12 +6,12 @@ pages are poisoned.
 
 import importlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,12 +19,20 @@ from jaxspec import decode, drafters
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import PLACES_A_LEVEL, Engine
 from jaxspec.host.blocks import Pages
-from jaxspec.host.request import CompletionOutput
 from jaxspec.host.scheduler import Scheduler
 from jaxspec.models.loading import LoadedModel, load_model
 from tests.driver import SPEC, VOCAB, random_params
 from tests.oracles import toy_forward
-from tests.oracles.serving import Results, Work, compare, poison, preempt_every_round, serve, some_work
+from tests.oracles.serving import (
+    Results,
+    Work,
+    compare,
+    poison,
+    preempt_every_round,
+    serve,
+    some_work,
+    until_a_near_tie,
+)
 
 DRAFTERS = ["none", "ngram", "layer_skip", "draft_model"]
 DRAFTED = 3
@@ -42,16 +50,13 @@ def toy(tiny) -> LoadedModel:
 
 
 @pytest.fixture
-def integers(monkeypatch: pytest.MonkeyPatch, toy: LoadedModel) -> Iterator[None]:
-    """The toy in place of the transformer; its programs run for so short that optimising them takes longer."""
+def integers(monkeypatch: pytest.MonkeyPatch, toy: LoadedModel, unoptimised) -> None:
+    """The toy in place of the transformer."""
     monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_: toy)
     for module in ("decode", "round", "drafters._model"):
         monkeypatch.setattr(f"jaxspec.{module}.forward", toy_forward.forward)
     for module in ("round", "drafters._model"):
         monkeypatch.setattr(f"jaxspec.{module}.logits_of", toy_forward.logits_of)
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +163,22 @@ def test_law_3c_batches_of_any_size(integers, toy, build):
     assert sizes == {1, 4}
 
 
+def test_law_3c_pinned_prompts_stay_while_everyone_gives_way_and_samples_compete(integers, toy, build):
+    def other(item: Work, **params) -> Work:
+        return item._replace(params=msgspec.structs.replace(item.params, **params))
+
+    work = sorted(some_work(toy, random.Random(7), 16, count=16), key=lambda item: len(item.prompt))
+    kept = [other(item, n=1, cache_ttl=3600.0)._replace(comes=0) for item in work[-2:]]
+    work = [other(item, best_of=item.params.n + 2) if item.params.temperature else item for item in work[:-2]]
+    engine = preempt_every_round(poison(build(toy, chunk=53, page_size=16)))
+    compare(toy, kept + work, serve(engine, kept + work, 14))
+    again = [item._replace(name=f"{item.name} again", comes=0) for item in kept]
+    results = serve(engine, again)
+    found = [results[item.name, 0].stats.cached_tokens for item in again]
+    assert found == [(len(item.prompt) - 1) // 16 * 16 for item in again]
+    compare(toy, again, results)
+
+
 @pytest.fixture(scope="module")
 def transformer(tiny) -> LoadedModel:
     """A small transformer whose text varies with the context."""
@@ -186,7 +207,7 @@ def transformer_work() -> list[Work]:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_laws_1_3b_and_5_on_a_transformer(transformer, build, monkeypatch, plain: Results, drafter: str):
+def test_laws_1_3b_and_5_on_a_transformer(unoptimised, transformer, build, monkeypatch, plain: Results, drafter: str):
     """Poison changes no bit, and preemption, hits, forks and drafts change rounding only."""
     monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_: transformer)
     make = partial(build, transformer, chunk=32, row=16, page_size=8)
@@ -207,12 +228,6 @@ def test_laws_1_3b_and_5_on_a_transformer(transformer, build, monkeypatch, plain
         np.testing.assert_allclose(*both, atol=1e-3)
     compared = sum(until_a_near_tie(output) for output in plain.values())
     assert compared > 0.95 * sum(len(output.token_ids) for output in plain.values())
-
-
-def until_a_near_tie(output: CompletionOutput) -> int:
-    """Tokens before the first that rounding may change, as its two likeliest are this close."""
-    gaps = [abs(float(np.subtract(*list(entry.top.values())[:2]))) for entry in output.logprobs]
-    return next((i for i, gap in enumerate(gaps) if gap < 2e-3), len(gaps))
 
 
 def test_requests_wait_in_the_order_of_their_priority(toy, build):

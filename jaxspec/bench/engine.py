@@ -1,17 +1,17 @@
-"""What the engine's parts are worth, one scenario each: pages, prefix cache, chunked prefill, and the whole of it.
+"""What the engine's parts are worth, one scenario each: pages, prefix cache, chunked prefill, formats, and the whole.
 
 Cases that are compared take turns within a repeat, so that a busy machine slows all of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, islice, zip_longest
+from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxspec.bench.contiguous import contiguous, serve
-from jaxspec.bench.questions import Question
+from jaxspec.bench.questions import Question, mixed
 from jaxspec.config import PREFILL_ROW, EngineConfig, SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError, RequestError
@@ -55,6 +55,13 @@ class Sizes:
     questions: int = 64
     batches: tuple[int, ...] = (1, 8, 32)
     """throughput: requests at once."""
+    little: int = 2**26
+    """formats: bytes of cache."""
+    eager: int = 48
+    """formats: requests that share it, of at most half of `limit` tokens each."""
+    crowded: int = 32
+    """formats: of these, at once at most."""
+    formats: tuple[str, ...] = ("bfloat16", "float32", "fp8", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,7 @@ class Bench:
     @property
     def texts(self) -> list[str]:
         """The questions, one of each category after the other."""
-        groups = [[q.turns[0] for q in self.questions if q.category == c] for c in _categories(self.questions)]
-        return [text for turn in zip_longest(*groups) for text in turn if text is not None]
+        return [question.turns[0] for question in mixed(self.questions)]
 
     def asked(self) -> list[list[int]]:
         """The questions as prompts."""
@@ -92,10 +98,6 @@ class Bench:
         """So many tokens of running text: the questions one after the other, again and again."""
         ids = self.loaded.tokenizer.encode("\n\n".join(self.texts), add_special_tokens=False)
         return list(islice(cycle(ids), start, start + tokens))
-
-
-def _categories(questions: Sequence[Question]) -> list[str]:
-    return list(dict.fromkeys(question.category for question in questions))
 
 
 def memory(bench: Bench) -> Iterator[Measured]:
@@ -234,11 +236,35 @@ def throughput(bench: Bench) -> Iterator[Measured]:
                 yield Measured("throughput", f"batch {batch}, {name}", f"batch {batch}, none", figures)
 
 
+def formats(bench: Bench) -> Iterator[Measured]:
+    """Requests that the same little memory runs at once, and the throughput of all, by the format of their cache."""
+    sizes, limit = bench.sizes, bench.sizes.limit // 2
+    short = [ids for ids in bench.asked() if len(ids) + sizes.answer <= limit]
+    if not short:
+        raise ConfigError(f"no question of --prompts has room for {sizes.answer} tokens within {limit}")
+    prompts = list(islice(cycle(short), sizes.eager))
+    shape = {
+        "kv_memory": sizes.little / 2**30,
+        "max_batch": sizes.crowded,
+        "page_size": PREFILL_ROW,
+        "prefix_cache": False,
+    }
+    engines = {name: bench.engine(limit, kv_dtype=name, **shape) for name in sizes.formats}
+    for engine in engines.values():
+        play(engine, prompts[: sizes.crowded], _exactly(4))
+    for _ in range(bench.repeats):
+        for name, engine in engines.items():
+            play(engine, prompts, _exactly(sizes.answer))
+            kept = ("kv_bytes_per_token", "peak_concurrency", "tokens_per_second", "preemptions")
+            yield Measured("formats", name, sizes.formats[0], _chosen(engine, kept))
+
+
 SCENARIOS: dict[str, tuple[Callable[[Bench], Iterator[Measured]], ...]] = {
     "memory": (memory,),
     "prefix": (prefix, growing),
     "chunks": (chunks,),
     "throughput": (throughput,),
+    "formats": (formats,),
 }
 
 
@@ -278,7 +304,7 @@ def finish(engine: Engine, hear: Callable[[TextDelta], None] = lambda news: None
 
 
 def _chosen(engine: Engine, names: Sequence[str]) -> Figures:
-    figures = engine.metrics.as_dict()
+    figures = engine.figures()
     return {name: figures[name] for name in names}
 
 

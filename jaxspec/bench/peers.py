@@ -1,4 +1,4 @@
-"""Our speed against transformers on the CPU: same model file, same prompt, same number of new tokens, in one run.
+"""Our speed against transformers on the CPU: same model file, prompts and number of new tokens, in one run.
 
 Run as `python -m jaxspec.bench.peers`. All are measured over the same span: the whole generate call, prefill included,
 after a warm-up call each. The systems take turns, and a ratio is the median of those within one turn: a machine that is
@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.bench.questions import mixed, read_questions
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.llm import LLM
@@ -30,7 +31,7 @@ SPAN = "whole generate call, prefill included"
 PROMPT = "Write a short poem about the sea."
 
 Generate = Callable[[], int]
-"""Answers the prompt in every row of the batch; returns the tokens generated in all."""
+"""Answers the prompts; returns the tokens generated in all."""
 
 
 def load_transformers(path: Path, dtype: str = "float32") -> Any:
@@ -53,7 +54,7 @@ def load_transformers(path: Path, dtype: str = "float32") -> Any:
     return model.eval()
 
 
-def ours(model: str, prompt_ids: list[int], batch: int, tokens: int) -> Generate:
+def ours(model: str, prompts: list[list[int]], batch: int, tokens: int) -> Generate:
     """Our generate call, in float32 whatever the backend."""
     llm = LLM(
         model,
@@ -61,30 +62,38 @@ def ours(model: str, prompt_ids: list[int], batch: int, tokens: int) -> Generate
         weights="float32",
         kv_dtype="float32",
         max_batch=batch,
-        max_context=len(prompt_ids) + tokens,
+        max_context=max(map(len, prompts)) + tokens,
         kv_memory=8.0,
+        prefix_cache=False,
     )
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
 
     def generate() -> int:
-        return sum(len(answer.token_ids) for answer in llm.generate([prompt_ids] * batch, params, progress=False))
+        return sum(len(answer.token_ids) for answer in llm.generate(prompts, params, progress=False))
 
     return generate
 
 
-def theirs(model: Any, prompt_ids: list[int], batch: int, tokens: int) -> Generate:
-    """The generate call of a transformers model: greedy, and with no end of sequence."""
+def theirs(model: Any, prompts: list[list[int]], batch: int, tokens: int) -> Generate:
+    """The generate call of a transformers model, once a batch, padded to its longest prompt: greedy, and with no end of
+    sequence."""
     import torch
     from transformers import GenerationConfig
 
-    ids = torch.tensor([prompt_ids] * batch)
     config = GenerationConfig(do_sample=False, max_new_tokens=tokens, pad_token_id=0)
     # What a checkpoint recommends (an end of sequence, sampling, penalties) would else fill the gaps of ours.
     model.generation_config = config
 
     def generate() -> int:
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        return batch * (answer.shape[1] - ids.shape[1])
+        made = 0
+        for at in range(0, len(prompts), batch):
+            rows = prompts[at : at + batch]
+            width = max(map(len, rows))
+            ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+            answer = model.generate(ids, attention_mask=mask, generation_config=config)
+            made += len(rows) * (answer.shape[1] - width)
+        return made
 
     return generate
 
@@ -141,7 +150,7 @@ def _batches(text: str) -> list[int]:
     return sizes
 
 
-def _about(model: str, prompt_tokens: int, tokens: int, repeats: int, threads: int) -> dict[str, Any]:
+def _about(model: str, prompt_tokens: list[int], tokens: int, repeats: int, threads: int) -> dict[str, Any]:
     """What a reader of the JSON must know to compare its figures with others."""
     return {
         "model": model,
@@ -158,7 +167,11 @@ def _about(model: str, prompt_tokens: int, tokens: int, repeats: int, threads: i
 
 def run(
     model: Annotated[str, typer.Option(help="As `jaxspec generate` takes it.")] = "smollm2-135m",
-    prompt: Annotated[str, typer.Option(help="The user's message; the chat template goes round it.")] = PROMPT,
+    prompt: Annotated[str, typer.Option(help="The user's message, in every row of the batch.")] = PROMPT,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.jsonl", help="Questions instead, of all categories in turn.")
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, metavar="N", help="With --prompts: how many.")] = 64,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens a row; the end of sequence is ignored.")] = 128,
     batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
     repeats: Annotated[int, typer.Option(min=1, help="Measured turns a batch size.")] = 3,
@@ -172,19 +185,31 @@ def run(
     if bfloat16:
         peers[PEER_BF16] = load_transformers(path, "bfloat16")
     _set_threads(threads)
-    tokenizer = load_model(model).tokenizer
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    texts = [q.turns[0] for q in mixed(read_questions(prompts))[:questions]] if prompts else [prompt]
+    ids = _tokenised(model, texts)
     rows = []
     for batch in sizes:
-        systems = {OURS: ours(model, ids, batch, tokens)}
-        systems |= {name: theirs(peer, ids, batch, tokens) for name, peer in peers.items()}
-        rows.append(summary(batch, measure(systems, batch * tokens, repeats)))
-    title = f"{model}, greedy, {len(ids)} prompt and {tokens} new tokens a row, {threads} torch threads"
+        asked = ids if prompts else ids * batch
+        systems = {OURS: ours(model, asked, batch, tokens)}
+        systems |= {name: theirs(peer, asked, batch, tokens) for name, peer in peers.items()}
+        rows.append(summary(batch, measure(systems, len(asked) * tokens, repeats)))
+    of = (
+        f"{len(ids)} prompts of {min(map(len, ids))} to {max(map(len, ids))}"
+        if prompts
+        else f"a prompt of {len(ids[0])}"
+    )
+    title = f"{model}, greedy, {of} tokens, {tokens} new ones, {threads} torch threads"
     Console().print(table(rows, title))
     if json_file is not None:
-        about = _about(model, len(ids), tokens, repeats, threads)
+        about = _about(model, list(map(len, ids)), tokens, repeats, threads)
         json_file.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
+
+
+def _tokenised(model: str, texts: list[str]) -> list[list[int]]:
+    """User's messages as prompts."""
+    tokenizer = load_model(model).tokenizer
+    chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+    return [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
 
 
 def _set_threads(threads: int) -> None:

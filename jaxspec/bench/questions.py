@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -55,3 +56,10 @@ def choose(questions: Sequence[Question], categories: Sequence[str], limit: int 
         for category in categories or known
         for question in [q for q in questions if q.category == category][:limit]
     ]
+
+
+def mixed(questions: Sequence[Question]) -> list[Question]:
+    """The questions, one of each category after the other."""
+    known = dict.fromkeys(question.category for question in questions)
+    columns = [[question for question in questions if question.category == category] for category in known]
+    return [question for turn in zip_longest(*columns) for question in turn if question is not None]

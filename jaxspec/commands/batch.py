@@ -36,6 +36,7 @@ PACE = {
     "ngram_min",
     "priority",
     "cache_salt",
+    "cache_ttl",
 }
 DRAFTING = {
     "drafter",
@@ -163,17 +164,17 @@ def _answer(jobs: list[Job], journal: Journal, config: EngineConfig, summary: Pa
             failed += 1
         elif job.index not in kept:
             todo.append(job)
-    metrics = None if todo else Metrics(Counters())
+    figures = None if todo else Metrics(Counters()).as_dict
     try:
         with interruptible(lambda: f"{len(journal.finished)} of {len(jobs)} rows are kept; the same command goes on"):
             if todo:
                 engine = load(config).engine
-                metrics = engine.metrics
+                figures = engine.figures
                 with Meter(len(jobs), len(jobs) - len(todo), lambda: _details(engine)) as meter:
                     failed += Run(engine, journal, meter).answer(todo, 2 * config.max_batch)
     finally:
-        if summary is not None and metrics is not None:
-            summary.write_bytes(msgspec.json.format(msgspec.json.encode(metrics.as_dict())) + b"\n")
+        if summary is not None and figures is not None:
+            summary.write_bytes(msgspec.json.format(msgspec.json.encode(figures())) + b"\n")
     return failed
 
 
@@ -196,14 +197,13 @@ class Run:
     def __init__(self, engine: "jaxspec.engine.Engine", journal: Journal, meter: Meter) -> None:
         self.engine, self.journal, self.meter = engine, journal, meter
         self.running: dict[str, tuple[Job, list[CompletionOutput]]] = {}
-        self.samples = 0
-        """Samples in the engine, waiting ones included."""
         self.failed = 0
 
     def answer(self, todo: deque[Job], window: int) -> int:
         """Answer all of `todo` with about `window` samples in the engine; return how many rows ended in an error."""
+        scheduler = self.engine.scheduler
         while todo or self.running:
-            while todo and self.samples < window:
+            while todo and len(scheduler.rows) + len(scheduler.waiting) < window:
                 self._submit(todo.popleft())
             for delta in self.engine.step() if self.running else ():
                 self.meter.add(tokens=delta.tokens)
@@ -218,12 +218,10 @@ class Run:
             self._write(job, {"error": f"line {job.line}: {error}"})
         else:
             self.running[str(job.index)] = (job, [])
-            self.samples += job.params.n
 
     def _take(self, request_id: str, output: CompletionOutput) -> None:
         job, outputs = self.running[request_id]
         outputs.append(output)
-        self.samples -= 1
         if len(outputs) == job.params.n:
             del self.running[request_id]
             self._write(job, _answer_fields(job, sorted(outputs, key=lambda output: output.index)))

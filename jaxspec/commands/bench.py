@@ -14,13 +14,13 @@ from jaxspec.bench.questions import Question, choose, read_questions
 from jaxspec.commands.meter import Meter
 from jaxspec.commands.options import ENGINE, ConfigOption, read_settings, with_engine_and_sampling
 from jaxspec.commands.running import interruptible
-from jaxspec.config import DecodeConfig, EngineConfig
+from jaxspec.config import PREFILL_ROW, DecodeConfig, EngineConfig
 from jaxspec.errors import ConfigError
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode="markdown")
 
 
-SCENARIO_NAMES = ("memory", "prefix", "chunks", "throughput")
+SCENARIO_NAMES = ("memory", "prefix", "chunks", "throughput", "formats")
 
 
 @app.callback()
@@ -74,8 +74,8 @@ def decode(
     """
     own = {"drafter": "none", "max_tokens": max_tokens, "max_batch": max_batch}
     settings = read_settings(config, options | own, max_tokens=128, max_batch=1, seed=0)
-    if settings.sampling.n != 1:
-        raise ConfigError("bench takes one sample of each question: leave out --n")
+    if settings.sampling.samples != 1:
+        raise ConfigError("bench takes one sample of each question: leave out --n and --best-of")
     drafters = _names(drafter)
     if not drafters:
         raise ConfigError("--drafter needs a name, such as none,ngram")
@@ -106,7 +106,7 @@ def decode(
 @app.command()
 def engine(
     scenario: Annotated[
-        str, typer.Argument(metavar="SCENARIO|all", help="memory, prefix, chunks, throughput, or all of them.")
+        str, typer.Argument(metavar="SCENARIO|all", help="memory, prefix, chunks, throughput, formats, or all of them.")
     ],
     model: Annotated[str, typer.Option(metavar="TEXT", help=ENGINE["model"].help)] = EngineConfig().model,
     prompts: Annotated[
@@ -133,6 +133,8 @@ def engine(
 
     - `throughput`: 64 of the questions at once, 128 new tokens, greedy, at batch 1, 8 and 32, plain and with n-gram
       drafts; whole runs, prefill included.
+
+    - `formats`: 48 questions share 64 MiB of cache: how many run at once, and the throughput of all, by `--kv-dtype`.
 
     Compared cases take turns, and × is over the first of them in the same turn. Ctrl-C prints what is measured so far.
 
@@ -163,6 +165,69 @@ def engine(
         about = _about(config)
         json_file.write_text(json.dumps([row | about for row in rows], indent=1) + "\n", encoding="utf-8")
     return code
+
+
+@app.command()
+def kv(
+    formats: Annotated[
+        str, typer.Option(metavar="NAMES", help="Formats of keys and values; the first is the reference.")
+    ] = "float32,bfloat16,int8,fp8,int4",
+    weights: Annotated[
+        str,
+        typer.Option(metavar="NAMES", help="Formats of weights; all but the first are run with the first KV format."),
+    ] = "float32",
+    model: Annotated[str, typer.Option(metavar="TEXT", help=ENGINE["model"].help)] = EngineConfig().model,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text to score. Default: Python's own documentation.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of it that are scored.")] = 20_000,
+    window: Annotated[
+        int, typer.Option(min=PREFILL_ROW, metavar="N", help="Tokens read before the cache is emptied.")
+    ] = 1024,
+    passkey: Annotated[
+        str, typer.Option(metavar="LENGTHS", help="Tokens of the passkey prompts; '' leaves them out.")
+    ] = "256,1024",
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of the timed cases.")] = 3,
+    kv_memory: Annotated[float, typer.Option(metavar="X", help=ENGINE["kv_memory"].help)] = EngineConfig().kv_memory,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows of the table, and more, to a file.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Draw the figures; needs pip install 'jaxspec[plots]'."),
+    ] = None,
+) -> int:
+    """Compare formats of keys and values, and of weights, by what they save and what they change.
+
+    - Bytes a token has in the cache, scales included, and tokens a second of 8 requests decoding at once.
+
+    - Perplexity of a text, read in windows as prompts are: tokens attend to what the format has stored. Beside it how
+      often the likeliest token is the reference's, and the divergence KL(reference || format).
+
+    - Passkeys: the share of five-digit numbers, hidden at five depths of prompts of each length, that the model finds.
+
+    Formats take turns. Ctrl-C prints what is measured so far.
+
+    Examples:
+
+    - `jaxspec bench kv --json rows.json --plot formats.png`
+
+    - `jaxspec bench kv --formats float32,int8 --weights float32,int8,int4 --tokens 5000 --passkey ''`
+    """
+    _check_files(json_file, plot_file)
+    from jaxspec.bench.kv import Sizes
+    from jaxspec.commands.bench_kv import compare
+
+    sizes = Sizes(tokens=tokens, window=window, repeats=repeats, lengths=_lengths(passkey))
+    config = EngineConfig(model=model, kv_memory=kv_memory)
+    return compare(config, _names(weights), _names(formats), text, sizes, json_file, plot_file)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in _names(text))
+    except ValueError as error:
+        raise ConfigError(f"--passkey takes numbers of tokens, such as 256,1024, not {text!r}") from error
 
 
 def _play(

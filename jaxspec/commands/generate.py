@@ -67,7 +67,7 @@ def generate(
     settings = read_settings(config, options)
     engine_config, params = settings.engine, settings.sampling
     if options["max_batch"] is None:
-        wanted = min(len(asked) * params.n, engine_config.max_batch)
+        wanted = min(len(asked) * params.samples, engine_config.max_batch)
         engine_config = msgspec.structs.replace(engine_config, max_batch=wanted)
 
     colours = Colours(as_json) if show_speculation else None

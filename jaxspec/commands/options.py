@@ -44,10 +44,12 @@ SAMPLING = {
     "ignore_eos": Flag(bool, "Go on to --max-tokens past the end-of-sequence token."),
     "seed": Flag(int, "Same seed, same text, whatever else runs; a fresh one if not given."),
     "n": Flag(int, "Samples of each prompt."),
+    "best_of": Flag(int, "Draw so many samples and show the --n whose tokens are likeliest on average."),
     "logprobs": Flag(int, "Log probabilities of each token and of this many likeliest ones, 0 to 20, in JSON output."),
     "skip_special_tokens": Flag(bool, "Leave special tokens out of the text."),
     "priority": Flag(int, "Place in line: a level lower may overtake up to 64 requests that came before."),
     "cache_salt": Flag(str, "Share cached prefixes only with requests of the same salt."),
+    "cache_ttl": Flag(float, "Seconds to keep a prompt in the cache for those that begin alike, needed or not."),
 }
 
 ENGINE = {
@@ -66,7 +68,11 @@ ENGINE = {
     "draft_layers": Flag(int, "layer_skip: first layers of the model that draft; a third of them if not given."),
     "ngram_max": Flag(int, "ngram: look up where up to this many of the last tokens stood before."),
     "ngram_min": Flag(int, "ngram: draft nothing where fewer than this many of the last tokens stood before."),
-    "weights": Flag(str, "auto, float32 or bfloat16; auto is float32 on the CPU, bfloat16 elsewhere."),
+    "weights": Flag(
+        str,
+        "float32, bfloat16, int8, int4, int4_symmetric, fp8 or fp8_block; auto is what a quantised checkpoint holds, "
+        "else float32 on the CPU, bfloat16 elsewhere.",
+    ),
     "kv_dtype": Flag(str, "Format of the key/value cache; auto is float32 on the CPU, bfloat16 elsewhere."),
     "max_batch": Flag(int, "Samples decoded at once."),
     "max_context": Flag(int, "Tokens of prompt and output together at most; the model's own if not given."),

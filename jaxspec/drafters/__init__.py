@@ -14,8 +14,13 @@ def drafter_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
+def check_drafter(name: str) -> None:
+    """ConfigError lists the names there are, where this is none."""
+    if name not in drafter_names():
+        raise ConfigError(f"no drafter named {name!r} (there are: {', '.join(drafter_names())})")
+
+
 def get_drafter(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     """The drafter that a configuration names, and its own parameters. ConfigError lists the names there are."""
-    if config.drafter not in drafter_names():
-        raise ConfigError(f"no drafter named {config.drafter!r} (there are: {', '.join(drafter_names())})")
+    check_drafter(config.drafter)
     return importlib.import_module(f"{__name__}.{config.drafter}").build(config, target)

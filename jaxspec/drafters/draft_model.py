@@ -1,7 +1,5 @@
 """A smaller model of the same vocabulary drafts (Leviathan et al., 2023; Chen et al., 2023)."""
 
-import jax
-
 from jaxspec.config import EngineConfig
 from jaxspec.drafters._model import model_drafter
 from jaxspec.errors import ConfigError
@@ -13,7 +11,7 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     """Loads `draft_model`. ConfigError where it is not given or cannot follow the target."""
     if config.draft_model is None:
         raise ConfigError("the drafter draft_model needs draft_model, a model with the vocabulary of the target")
-    draft = load_model(config.draft_model, str(jax.tree.leaves(target.params)[0].dtype))
+    draft = load_model(config.draft_model, config.weights)
     if draft.tokenizer.vocabulary != target.tokenizer.vocabulary:
         raise ConfigError(f"{draft.name} has another vocabulary than {target.name}: it cannot draft for it")
     context = config.max_context or target.spec.max_context

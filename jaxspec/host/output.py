@@ -1,10 +1,14 @@
 """From emitted tokens to text: detokenisation, stop strings, log probabilities and counters of one sample."""
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain, groupby
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from jaxspec.config import SamplingParams
 from jaxspec.host.request import (
     CompletionOutput,
     Kind,
@@ -137,7 +141,42 @@ class Transcript:
                 accepted=sum(r.accepted for r in rounds),
                 prompt_tokens=len(sample.prompt_ids),
                 cached_tokens=sample.cached_tokens,
+                pinned_tokens=None if sample.params.cache_ttl is None else sample.pinned_tokens,
                 time_to_first_token=self.first - sample.arrival,
             ),
             rounds=rounds,
         )
+
+
+class Contest:
+    """The samples of a `best_of` request: nothing is told of them until all have ended, and then of the best only.
+
+    Those have the highest mean log probability of a token, as OpenAI's completions chose: the sum would prefer short
+    texts. A sample in error comes last.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._pieces: dict[int, list[Piece]] = defaultdict(list)
+        self._ended: list[tuple[TextDelta, CompletionOutput]] = []
+
+    def take(self, delta: TextDelta) -> list[TextDelta]:
+        """Everything about the chosen, best first and numbered so, with the last news of the last sample."""
+        self._pieces[delta.index] += delta.pieces
+        if delta.finished is not None:
+            self._ended.append((delta, delta.finished))
+        if len(self._ended) < self.params.samples:
+            return []
+        ranked = sorted(self._ended, key=lambda ended: (-_mean_logprob(ended[1]), ended[1].index))
+        return [self._told(index, *ended) for index, ended in enumerate(ranked[: self.params.n])]
+
+    def _told(self, index: int, delta: TextDelta, result: CompletionOutput) -> TextDelta:
+        shown = result.logprobs if self.params.logprobs is not None else None
+        finished = replace(result, index=index, logprobs=shown)
+        return delta._replace(index=index, pieces=self._pieces[result.index], finished=finished, gap=None)
+
+
+def _mean_logprob(output: CompletionOutput) -> float:
+    if output.finish_reason == "error" or not output.logprobs:
+        return -math.inf
+    return sum(entry.logprob for entry in output.logprobs) / len(output.logprobs)

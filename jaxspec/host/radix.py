@@ -6,10 +6,9 @@ its pages and every sequence that uses one holds another: that reference is the 
 is one that nobody uses now.
 """
 
-import math
-import time
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.host.blocks import PageAllocator
@@ -26,19 +25,18 @@ class _Node:
     pages: list[int] = field(default_factory=list)
     children: dict[Key, "_Node"] = field(default_factory=dict)
     """By the first key of their edges."""
-    pinned_until: float = -math.inf
-    """The whole way from the root to here stays until then."""
 
 
 class RadixCache:
-    """Which pages hold which prefixes. `page_size` is in tokens, `clock` in seconds."""
+    """Which pages hold which prefixes. `page_size` is in tokens."""
 
-    def __init__(self, allocator: PageAllocator, page_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         self.allocator = allocator
         self.page_size = page_size
-        self.clock = clock
         self._root = _Node()
         self._pages: set[int] = set()
+        self._pins: dict[_Node, float] = {}
+        """The whole way from the root to such a node stays until that time."""
         self._order: OrderedDict[_Node, None] = OrderedDict()
         """All nodes but the root, least recently used first; a node always comes after everything below it."""
 
@@ -51,6 +49,11 @@ class RadixCache:
     def evictable(self) -> int:
         """Pages that `evict` could free now. Costs O(pages in the tree)."""
         return sum(len(node.pages) - keep for node, keep in self._surplus())
+
+    @property
+    def pinned(self) -> int:
+        """Pages that pins keep. Costs O(nodes on the way to a pin)."""
+        return sum(len(node.pages) for node in self._kept())
 
     def match(self, tokens: Sequence[int], namespace: Hashable) -> list[int]:
         """Pages of the longest cached prefix; the caller holds a reference on each and releases it like any other.
@@ -99,26 +102,39 @@ class RadixCache:
             self._cut(node, keep)
         return freed
 
-    def pin(self, tokens: Sequence[int], namespace: Hashable, until: float) -> int:
-        """Keep what is cached of these tokens until the clock reaches `until`; returns how many tokens that is.
+    def pin(self, tokens: Sequence[int], namespace: Hashable, until: float, room: int = sys.maxsize) -> int:
+        """Keep what is cached of these tokens until `expire` hears of that time; returns how many tokens that is.
 
-        A pin belongs to the prefix, not to who set it: a second one can only prolong it.
+        At most `room` pages that no pin keeps yet, from the beginning on. A pin belongs to the prefix, not to who set
+        it: a second one can only prolong it.
         """
-        node, inside, found = self._find(self._keys(tokens, len(tokens), namespace))
+        keys = self._keys(tokens, len(tokens), namespace)
+        node, inside, found = self._find(keys[: self._pinned_of(keys) + room])
         if found:
             node = self._split(node, inside)
-            node.pinned_until = max(node.pinned_until, until)
+            self._pins[node] = max(self._pins.get(node, until), until)
         self._touch(node)
         return len(found) * self.page_size
 
-    def unpin(self, tokens: Sequence[int], namespace: Hashable) -> None:
-        """Lift the longest pin that lies on these tokens; nothing happens where there is none."""
-        node, inside, _ = self._find(self._keys(tokens, len(tokens), namespace))
+    def unpinned(self, tokens: Sequence[int], namespace: Hashable) -> int:
+        """How many whole pages of a text no pin keeps, be they cached or not."""
+        keys = self._keys(tokens, len(tokens), namespace)
+        return len(keys) - self._pinned_of(keys)
+
+    def unpin(self, tokens: Sequence[int], namespace: Hashable) -> int:
+        """Lift the longest pin that lies on these tokens; returns how many it kept, 0 where there is none."""
+        node, inside, found = self._find(self._keys(tokens, len(tokens), namespace))
+        length = len(found)
         if inside < len(node.keys) and node.parent:
-            node = node.parent
-        while node.parent and not self._pinned(node):
-            node = node.parent
-        node.pinned_until = -math.inf
+            length, node = length - inside, node.parent
+        while node.parent and node not in self._pins:
+            length, node = length - len(node.keys), node.parent
+        self._pins.pop(node, None)
+        return length * self.page_size
+
+    def expire(self, now: float) -> None:
+        """Lift the pins whose time is over, by the clock of their `until`."""
+        self._pins = {node: until for node, until in self._pins.items() if now < until}
 
     def clear(self, namespace: Hashable = None) -> None:
         """Forget a namespace (None: all of them), pins included. Sequences keep the pages that they hold."""
@@ -157,7 +173,7 @@ class RadixCache:
 
     def _grow(self, node: _Node, keys: list[Key], pages: list[int]) -> _Node:
         """Lengthen the edge of a leaf, or hang a new leaf on the node; returns the leaf. The caller touches it."""
-        if node.parent and not node.children and not self._pinned(node):
+        if node.parent and not node.children and node not in self._pins:
             node.keys += keys
             node.pages += pages
             return node
@@ -172,8 +188,24 @@ class RadixCache:
             self._order.move_to_end(node)
             node = node.parent
 
-    def _pinned(self, node: _Node) -> bool:
-        return self.clock() < node.pinned_until
+    def _kept(self) -> set[_Node]:
+        """The root and all nodes on the way to a pin."""
+        kept = {self._root}
+        for pinned in self._pins:
+            node = pinned
+            while node.parent and node not in kept:
+                kept.add(node)
+                node = node.parent
+        return kept
+
+    def _pinned_of(self, keys: list[Key]) -> int:
+        """How many of the pages of these keys a pin keeps: a beginning of them."""
+        kept, (node, inside, found) = self._kept(), self._find(keys)
+        length = len(found)
+        while node.parent and node not in kept:
+            length, node = length - inside, node.parent
+            inside = len(node.keys)
+        return length
 
     def _surplus(self) -> Iterator[tuple[_Node, int]]:
         """The nodes whose last pages can go, and how many must stay: least recently used first, ends before beginnings.
@@ -183,7 +215,7 @@ class RadixCache:
         needed: set[_Node | None] = set()
         for node in self._order:
             keep = len(node.pages)
-            if node not in needed and not self._pinned(node):
+            if node not in needed and node not in self._pins:
                 while keep and self.allocator.references(node.pages[keep - 1]) == 1:
                     keep -= 1
             if keep:
@@ -198,5 +230,6 @@ class RadixCache:
         if keep == 0 and node.parent:
             del node.parent.children[node.keys[0]]
             del self._order[node]
+            self._pins.pop(node, None)
         del node.keys[keep:], node.pages[keep:]
         self.allocator.release(dropped[::-1])

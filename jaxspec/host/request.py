@@ -52,6 +52,8 @@ class Statistics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that did not have to be computed: they were found in the prefix cache, or came with a fork."""
+    pinned_tokens: int | None = None
+    """Prompt tokens that stay in the prefix cache for `cache_ttl`; None where the request has none."""
     time_to_first_token: float = 0.0
     """Seconds from the request's arrival."""
 
@@ -72,7 +74,8 @@ class Statistics:
     def as_dict(self) -> dict[str, int | float]:
         """The figures `generate --json` and `batch` print."""
         names = ("tokens", "seconds", "tokens_per_second", "steps", "tau", "acceptance_rate", "cached_tokens")
-        return {name: getattr(self, name) for name in names}
+        pinned = {} if self.pinned_tokens is None else {"pinned_tokens": self.pinned_tokens}
+        return {name: getattr(self, name) for name in names} | pinned
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """All samples of one prompt; the plain properties are those of the first."""
+    """All samples of one prompt, the best first where `best_of` chose; the plain properties are those of the first."""
 
     request_id: str
     prompt: str | None
@@ -173,8 +176,15 @@ class Sample:
     """In the line: the lower the earlier."""
     cached_tokens: int = 0
     """Tokens of the prompt that were found in the cache."""
+    pinned_tokens: int = 0
+    """Tokens of the prompt that its `cache_ttl` keeps there."""
 
     @property
     def namespace(self) -> tuple[str]:
         """Who shares cached prefixes with it."""
-        return (self.params.cache_salt,)
+        return namespace(self.params.cache_salt)
+
+
+def namespace(cache_salt: str) -> tuple[str]:
+    """Who shares cached prefixes."""
+    return (cache_salt,)

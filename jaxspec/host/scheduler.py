@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jaxspec.errors import CapacityError
 from jaxspec.host.blocks import Copy, PageAllocator, Pages, PageTable, Waste
 from jaxspec.host.output import Transcript
+from jaxspec.host.pins import Pins
 from jaxspec.host.radix import RadixCache
 from jaxspec.host.request import Sample
 
@@ -72,8 +73,9 @@ class Counters:
 class Scheduler:
     """The line, the rows of the batch, and the pages.
 
-    `look_ahead` are the slots that drafts take beyond the root, `max_emitted` the tokens of a round at most; without
-    `publish_output` the prefix cache keeps prompts only.
+    `look_ahead` are the slots that drafts take beyond the root, `max_emitted` the tokens of a round at most. Pins leave
+    room for a request of `max_context` tokens; None is for no pins. Without `publish_output` the prefix cache keeps
+    prompts only, without `share_partial` the samples of a prompt share whole pages only.
     """
 
     def __init__(
@@ -84,14 +86,18 @@ class Scheduler:
         look_ahead: int,
         max_emitted: int,
         max_batch: int,
+        max_context: int | None = None,
         prefix_cache: bool = True,
         publish_output: bool = True,
+        share_partial: bool = True,
     ) -> None:
         self.pages = PageAllocator(num_pages)
         self.tables = Pages(self.pages, page_size)
         self.cache = RadixCache(self.pages, page_size) if prefix_cache else None
+        largest = num_pages if max_context is None else self.tables.count(max_context - 1 + look_ahead)
+        self.pins = Pins(self.cache, num_pages - largest)
         self.look_ahead, self.max_emitted, self.max_batch = look_ahead, max_emitted, max_batch
-        self.publish_output = publish_output
+        self.publish_output, self.share_partial = publish_output, share_partial
         self.waiting: list[Running] = []
         self.rows: dict[int, Running] = {}
         self.counters = Counters()
@@ -194,13 +200,17 @@ class Scheduler:
 
     def publish(self, running: Running) -> None:
         """Let others find the whole pages of a sample. Everything committed must be on its way to the device."""
-        final = running.table.tokens
+        sample, final = running.sample, running.table.tokens
+        prompt = len(sample.prompt_ids)
         if not self.publish_output:
-            final = min(final, len(running.sample.prompt_ids) - 1)
+            prompt -= 1
+            final = min(final, prompt)
         whole = final // self.tables.page_size
         if self.cache is not None and whole > running.published:
-            self.cache.insert(running.tokens[:final], running.table.pages, running.sample.namespace)
+            self.cache.insert(running.tokens[:final], running.table.pages, sample.namespace)
             running.published = whole
+            if whole >= prompt // self.tables.page_size:
+                self.pins.keep(sample, prompt)
 
     def finish(self, running: Running) -> None:
         """Free a sample's row and pages, or its place in line."""
@@ -242,7 +252,10 @@ class Scheduler:
     def _take_over(self, running: Running, parent: Running | None) -> Copy | None:
         """Start a sample on pages that hold the beginning of its text already."""
         if parent is not None:
-            prompt = PageTable(parent.table.pages, len(running.tokens) - 1)
+            length = len(running.tokens) - 1
+            if not self.share_partial:
+                length -= length % self.tables.page_size
+            prompt = PageTable(parent.table.pages, length)
             if prompt.tokens % self.tables.page_size == 0 or self._free(1):
                 running.table, copy = self.tables.fork(prompt)
                 return copy

@@ -1,14 +1,16 @@
 """The page pool: all layers in one array per stored kind, carried through the rounds and donated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.kv import tail
+from jaxspec.kv.bits import kept
 from jaxspec.kv.format import Format
 from jaxspec.types import Sequences
-from pallas_kernels import Rows, page_slots, paged_attention
+from pallas_kernels import Rows, Tail, page_slots, paged_attention
 
 Pool = dict[str, Array]
 
@@ -23,19 +25,69 @@ class PoolSpec:
     page_size: int
     num_kv_heads: int
     head_dim: int
+    look_ahead: int = 0
+    """Draft nodes that a tail has room for, where the format has tails."""
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The stored arrays."""
         return self.format.arrays(self.num_layers * self.num_pages, self.page_size, self.num_kv_heads, self.head_dim)
 
-    def allocate(self) -> Pool:
-        """An empty pool: zeros, so that a masked value is never NaN."""
-        return {name: jnp.zeros(array.shape, array.dtype) for name, array in self.shapes().items()}
+    def tails(self, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """What `batch` sequences have apart from their pages: see `jaxspec.kv.tail`."""
+        slots = self.format.group + self.look_ahead
+        shape = (batch, self.num_layers, self.num_kv_heads, 2, slots, self.head_dim)
+        return {tail.TAIL: jax.ShapeDtypeStruct(shape, kept(tail.DTYPE))} if self.format.group else {}
+
+    def allocate(self, batch: int) -> Pool:
+        """An empty pool for so many sequences: zeros, so that a masked value is never NaN."""
+        return {
+            name: jnp.zeros(array.shape, array.dtype) for name, array in (self.shapes() | self.tails(batch)).items()
+        }
+
+    def of_draft(self, num_layers: int, num_kv_heads: int, head_dim: int) -> "PoolSpec":
+        """The pool of a draft model: as many pages, of as many slots."""
+        form = self.format.draft or self.format
+        return replace(self, format=form, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, everything the format stores included."""
-        return sum(a.size * a.dtype.itemsize for a in self.shapes().values()) // self.num_pages
+        return _bytes(self.shapes()) // self.num_pages
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes that a sequence takes apart from its pages."""
+        return _bytes(self.tails(1))
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of one token over all layers, in a page that is full."""
+        return self.page_bytes / self.page_size
+
+
+def write_and_attend(
+    spec: PoolSpec,
+    pool: Pool,
+    layer,
+    rows: Rows,
+    table: Int[Array, "B P"],
+    ancestors,
+    q: Float[Array, "R T K G D"],
+    k: Float[Array, "R T K D"],
+    v: Float[Array, "R T K D"],
+) -> tuple[Float[Array, "R T K G D"], Pool]:
+    """Store the rows' keys and values in one layer; then the attention of their queries over what is stored."""
+    group = spec.format.group
+    if not group:
+        pool = append(spec, pool, layer, rows, table, k, v)
+        return attend(spec, pool, layer, rows, table, ancestors, q), pool
+    block = tail.own_group(pool, group, layer, rows, k, v)
+    pool = tail.extend(pool, group, layer, rows, k, v)
+    if ancestors is None:
+        end = tail.place(rows.start, group) + rows.count
+        pages, offsets = _begin_of_group(spec, rows.sequence, rows.start, table)
+        pool = tail.store(spec.format, pool, end >= group, _physical(spec, layer, pages), offsets, block)
+    return attend(spec, pool, layer, rows, table, ancestors, q, tail.visible(block, group, rows)), pool
 
 
 def append(
@@ -47,11 +99,18 @@ def append(
 
 
 def attend(
-    spec: PoolSpec, pool: Pool, layer, rows: Rows, table: Int[Array, "B P"], ancestors, q: Float[Array, "R T K G D"]
+    spec: PoolSpec,
+    pool: Pool,
+    layer,
+    rows: Rows,
+    table: Int[Array, "B P"],
+    ancestors,
+    q: Float[Array, "R T K G D"],
+    last: Tail | None = None,
 ) -> Float[Array, "R T K G D"]:
     """Attention of one layer's queries over what is stored, the rows' own tokens included."""
     table, scale = table + layer * spec.num_pages, spec.head_dim**-0.5
-    return paged_attention(q, pool, spec.format.read, rows, table, ancestors, page=spec.page_size, scale=scale)
+    return paged_attention(q, pool, spec.format.read, rows, table, ancestors, last, page=spec.page_size, scale=scale)
 
 
 def compact(spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "B D"], count: Int[Array, "B"]) -> Pool:
@@ -59,6 +118,8 @@ def compact(spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "
     depth = path.shape[1]
     batch = jnp.arange(path.shape[0])
     table, length = sequences.page_table[0], sequences.length[0]
+    if spec.format.move is None:
+        return _compact_tails(spec, pool, table, length, path, count)
     target = page_slots(Rows(batch, length, count), table, spec.page_size, depth)
     slot = length[:, None] + path
     source = table[batch[:, None], jnp.minimum(slot // spec.page_size, table.shape[1] - 1)], slot % spec.page_size
@@ -70,10 +131,34 @@ def compact(spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "
     return spec.format.move(pool, every_layer(*source), every_layer(*target))
 
 
+def _compact_tails(spec: PoolSpec, pool: Pool, table, length, path, count) -> Pool:
+    group = spec.format.group
+    pool = tail.move(pool, group, length, path, count)
+    pages, offsets = _begin_of_group(spec, jnp.arange(path.shape[0]), length, table)
+    pages = _physical(spec, jnp.arange(spec.num_layers)[:, None], pages)
+    whole = tail.place(length, group) + count >= group
+    return tail.store(spec.format, pool, whole, pages, offsets, jnp.swapaxes(pool[tail.TAIL], 0, 1))
+
+
 def duplicate(spec: PoolSpec, pool: Pool, source: Int[Array, ""], target: Int[Array, ""]) -> Pool:
     """Copy one page of every layer to another."""
     layers = jnp.arange(spec.num_layers) * spec.num_pages
-    return {name: array.at[layers + target].set(array[layers + source]) for name, array in pool.items()}
+    return pool | {name: pool[name].at[layers + target].set(pool[name][layers + source]) for name in spec.shapes()}
+
+
+def select(pool: Pool, rows: Int[Array, "B2"]) -> Pool:
+    """The pool for another batch: row i is the old row `rows[i]`. Pages belong to no row."""
+    return pool | {name: array[rows] for name, array in pool.items() if name == tail.TAIL}
+
+
+def _begin_of_group(spec: PoolSpec, sequence, slot, table) -> tuple[Int[Array, "R"], Int[Array, "R"]]:
+    """Page and offset at which the groups of these slots begin."""
+    begin = slot - tail.place(slot, spec.format.group)
+    return table[sequence, jnp.minimum(begin // spec.page_size, table.shape[1] - 1)], begin % spec.page_size
+
+
+def _bytes(arrays: dict[str, jax.ShapeDtypeStruct]) -> int:
+    return sum(array.size * array.dtype.itemsize for array in arrays.values())
 
 
 def _physical(spec: PoolSpec, layer, pages):

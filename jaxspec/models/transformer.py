@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.kv.pool import Pool, PoolSpec, append, attend
+from jaxspec.kv.pool import Pool, PoolSpec, write_and_attend
 from jaxspec.models.linear import linear
 from jaxspec.models.spec import ModelSpec
 from jaxspec.types import Params, Sequences
@@ -35,10 +35,12 @@ class Projection(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "..."]:
-        fan_in = x.shape[-1]
-        init = nn.initializers.normal(fan_in**-0.5)
-        weight = self.param("weight", init, (*self.features, fan_in), x.dtype)
-        y = linear(x, weight.reshape(-1, fan_in)).reshape(*x.shape[:-1], *self.features)
+        shape = (*self.features, x.shape[-1])
+        if self.is_initializing():
+            weight = self.param("weight", nn.initializers.normal(shape[-1] ** -0.5), shape, x.dtype)
+        else:  # where it may be quantised, which `param` would not take
+            weight = self.get_variable("params", "weight")
+        y = linear(x, weight)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, self.features, x.dtype)
         return y
@@ -81,14 +83,13 @@ def rotate(x: Float[Array, "R T K G D"], rotation) -> Float[Array, "R T K G D"]:
 @partial(jax.jit, static_argnames=("spec", "pool_spec"))
 def _layer(params, x, pool, layer, rotation, rows, table, ancestors, packing, *, spec: ModelSpec, pool_spec: PoolSpec):
     # A jit of its own, so that the unrolled loop traces one layer and not all of them.
-    def write_and_attend(q, k, v):
+    def attend(q, k, v):
         if packing is not None:
             q, k, v = (a[0][packing.token] for a in (q, k, v))
-        written = append(pool_spec, pool, layer, rows, table, k, v)
-        mixed = attend(pool_spec, written, layer, rows, table, ancestors, q)
+        mixed, written = write_and_attend(pool_spec, pool, layer, rows, table, ancestors, q, k, v)
         return (mixed if packing is None else mixed[packing.row, packing.column][None]), written
 
-    return Block(spec).apply({"params": params}, x, rotation, write_and_attend)
+    return Block(spec).apply({"params": params}, x, rotation, attend)
 
 
 def forward(

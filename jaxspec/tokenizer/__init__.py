@@ -9,6 +9,7 @@ from jaxspec.tokenizer.backend import Backend
 from jaxspec.tokenizer.chat import render_chat
 from jaxspec.tokenizer.folder import backend_from_folder
 from jaxspec.tokenizer.gguf import backend_from_gguf
+from jaxspec.tokenizer.saving import save_backend
 from jaxspec.tokenizer.stream import Detokenizer, TextStream
 
 __all__ = ["TextStream", "Tokenizer"]
@@ -50,6 +51,11 @@ class Tokenizer:
         """From the key/value pairs of a GGUF file. LoadError names a tokenizer model or pre-tokenizer that is
         not supported, or the key that is missing."""
         return cls(backend_from_gguf(metadata))
+
+    def save(self, folder: Path) -> None:
+        """Writes the tokenizer files of a Hugging Face folder: `from_folder` then gives this tokenizer again.
+        OSError where they cannot be written."""
+        save_backend(Backend(self._backend, self.bos_id, list(self.eos_ids), self.chat_template), folder)
 
     @property
     def vocabulary(self) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,14 @@ def test_throughput(bench):
         assert one.figures["tokens"] == 5 * 24
         assert one.figures["tokens_per_second"] == pytest.approx(120 / one.figures["seconds"])
         assert one.figures["tau"] >= 1.0
+
+
+def test_formats_of_fewer_bits_run_more_at_once(bench):
+    little = Sizes(limit=512, answer=150, little=2**17, eager=5, crowded=5, formats=("bfloat16", "int8"))
+    rows = {row["case"]: row for row in make_rows(list(run("formats", replace(bench, repeats=1, sizes=little))))}
+    assert rows["int8"]["kv_bytes_per_token"] < rows["bfloat16"]["kv_bytes_per_token"]
+    assert rows["int8"]["peak_concurrency"] > rows["bfloat16"]["peak_concurrency"]
+    assert rows["int8"]["preemptions"] < rows["bfloat16"]["preemptions"]
 
 
 def test_rows_are_medians_and_ratios_within_a_repeat():

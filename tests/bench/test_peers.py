@@ -83,3 +83,27 @@ def test_prints_a_row_a_batch_and_writes_json(
     for row in figures["rows"]:
         assert set(row["ratio"]) == {PEER, PEER_BF16}
         assert row["ratio"][PEER] == pytest.approx(row["tok/s"][OURS] / row["tok/s"][PEER])
+
+
+@pytest.mark.parity
+def test_questions_of_all_lengths_are_answered_by_both(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Padding changes no text of transformers, so both really answer the same."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"question_id": i, "category": c, "turns": ["the sea " * (3 * i + 1)]} for i, c in enumerate("aab")]
+    questions.write_text("\n".join(map(json.dumps, rows)))
+    file = tmp_path / "peers.json"
+    options = ["--model", str(tiny_model), "--tokens", "4", "--batches", "2", "--repeats", "1", "--json", str(file)]
+    assert main([*options, "--prompts", str(questions), "--questions", "3"]) == 0
+    assert "3 prompts of" in capsys.readouterr().out
+    assert len(json.loads(file.read_text())["prompt_tokens"]) == 3
+    model = peers.load_transformers(tiny_model)
+    prompts, answers = [[5, 6, 7], [8]], []
+    generate = model.generate
+    model.generate = lambda *args, **kwargs: answers.append(generate(*args, **kwargs)) or answers[-1]
+    assert peers.theirs(model, prompts, 2, 4)() == 8
+    assert peers.theirs(model, [prompts[1]], 1, 4)() == 4
+    assert torch.equal(answers[0][1, -4:], answers[1][0, -4:])

@@ -94,6 +94,20 @@ def test_writes_the_rows(
     assert "9.9, float32" in capsys.readouterr().out
 
 
+def test_together_asks_all_categories_in_turn_in_one_call(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm, file = StandIn(), tmp_path / "rows.json"
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(vllm_cpu, "version", lambda name: "9.9")
+    for name in vllm_cpu.SETTINGS:
+        monkeypatch.setenv(name, "as found")
+    assert main([*files, "--together", "5", "--batch", "2", "--json", str(file)]) == 0
+    assert vllm.asked == [["a", "b"], ["a", "b", "c", "a", "b"]], "a warm-up of a batch, then all"
+    (row,) = json.loads(file.read_text())
+    assert (row["category"], row["questions"], row["tokens"]) == ("all", 5, 25)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

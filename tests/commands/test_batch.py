@@ -45,11 +45,13 @@ def test_answers_come_in_input_order_with_each_row_its_own_options(run, tiny_mod
             {"messages": chat, "id": 2},
             {"prompt": "she", "temperature": 0.8, "seed": 5, "n": 2},
             {"prompt": "user", "logprobs": 1, "stop": "zzz"},
+            {"prompt": "she", "temperature": 1.2, "seed": 5, "n": 2, "best_of": 4},
+            {"prompt": "she", "temperature": 1.2, "seed": 5, "best_of": 4, "cache_ttl": 60},
         ]
     )
-    assert (code, [row["index"] for row in out]) == (0, [0, 1, 2, 3])
-    assert [row.get("id") for row in out] == ["first", 2, None, None]
-    assert "4 rows in" in err
+    assert (code, [row["index"] for row in out]) == (0, [*range(6)])
+    assert [row.get("id") for row in out[:3]] == ["first", 2, None]
+    assert "6 rows in" in err
     llm = LLM(str(tiny_model), max_batch=4)
     params = SamplingParams(max_tokens=8)
     assert out[0]["stats"]["tokens"] == 60
@@ -57,6 +59,10 @@ def test_answers_come_in_input_order_with_each_row_its_own_options(run, tiny_mod
     sampled = llm.generate("she", SamplingParams(max_tokens=8, temperature=0.8, seed=5, n=2), progress=False)[0]
     assert [sample["token_ids"] for sample in out[2]["outputs"]] == [output.token_ids for output in sampled.outputs]
     assert len(out[3]["logprobs"]) == 8
+    best = llm.generate("she", SamplingParams(max_tokens=8, temperature=1.2, seed=5, n=2, best_of=4), progress=False)[0]
+    assert [sample["token_ids"] for sample in out[4]["outputs"]] == [output.token_ids for output in best.outputs]
+    assert (out[5]["token_ids"], out[5]["stats"]["pinned_tokens"]) == (best.token_ids, 0)
+    assert not any("logprobs" in row for row in (*out[4]["outputs"], out[5]))
 
 
 def test_a_row_in_error_is_named_and_the_others_go_on(run):
@@ -71,18 +77,22 @@ def test_a_row_in_error_is_named_and_the_others_go_on(run):
             {"prompt": "long " * 400},
             {"prompt": ""},
             {"prompt": "a", "max_tokens": "many"},
+            {"prompt": "a", "best_of": 2},
+            {"prompt": "a", "temperature": 1, "n": 3, "best_of": 2},
+            {"prompt": "a", "cache_ttl": 0},
             {"prompt": "fine too"},
         ]
     )
     assert code == 1
-    assert "7 of 9 rows have an error" in err
+    assert "10 of 12 rows have an error" in err
     assert [("text" in row, row.get("error", "").split(":")[0]) for row in out] == [
         (True, ""),
-        *[(False, f"line {line}") for line in range(3, 10)],
+        *[(False, f"line {line}") for line in range(3, 13)],
         (True, ""),
     ]
     assert "did you mean 'temperature'?" in out[2]["error"]
     assert "top_p must be in (0, 1]" in out[3]["error"]
+    assert "greedy" in out[8]["error"]
 
 
 def test_a_second_run_keeps_what_is_answered_and_does_what_changed(run):
@@ -119,13 +129,15 @@ def test_nothing_is_run_for_outputs_that_are_not_ours_or_inputs_that_are_empty(t
 
 
 def test_a_summary_tells_of_this_run(run, tmp_path):
-    rows = [{"prompt": "the sea is wide and the sky is blue " * 3, "ignore_eos": True} for _ in range(6)]
+    rows = [{"prompt": "the sea is wide and the sky is blue " * 3, "ignore_eos": True, "cache_ttl": 9}] * 6
     summary = tmp_path / "figures.json"
     code, out, _ = run([*rows, {"prompt": "", "n": 3}], "--summary", str(summary), "--page-size", "16")
     figures = json.loads(summary.read_text())
     assert code == 1
     assert (figures["requests"], figures["tokens"], figures["tau"]) == (6, 48, 1.0)
     assert figures["hit_tokens"] == sum(row["stats"]["cached_tokens"] for row in out[:6]) > 0
+    assert {row["stats"]["pinned_tokens"] % 16 for row in out[:6]} == {0}
+    assert min(row["stats"]["pinned_tokens"] for row in out[:6]) > 0
     assert figures["prompt_tokens"] == figures["hit_tokens"] + figures["computed_tokens"] + 6
     assert figures["tokens_per_second"] == pytest.approx(48 / figures["seconds"])
     assert figures["ttft"]["max"] >= figures["ttft"]["p99"] >= figures["ttft"]["p50"] > 0
@@ -180,7 +192,7 @@ def test_answers_are_kept_where_the_text_would_be_the_same(params, engine, other
 def test_place_in_line_and_salt_decide_no_text():
     plain, moved, longer = (
         batch._digest({}, "a", SamplingParams(**options), EngineConfig())
-        for options in ({}, {"priority": 3, "cache_salt": "mine"}, {"max_tokens": 7})
+        for options in ({}, {"priority": 3, "cache_salt": "mine", "cache_ttl": 5.0}, {"max_tokens": 7})
     )
     assert plain == moved != longer
 
@@ -188,7 +200,7 @@ def test_place_in_line_and_salt_decide_no_text():
 def test_off_a_terminal_a_line_now_and_then(run, monkeypatch):
     monkeypatch.setattr(meter, "SECONDS_A_LINE", 0.0)
     err = run([{"prompt": "the sea"}] * 5, "--page-size", "16")[2]
-    first = r"^0/5 rows, [\d.]+ tok/s, \? left, 4 running, 1 waiting, pages 4 used 0 cached of 64, hits 0%$"
+    first = r"^0/5 rows, [\d.]+ tok/s, \? left, 4 running, 1 waiting, pages 4 used 0 cached of 80, hits 0%$"
     assert re.search(first, err, re.MULTILINE)
     assert re.search(r"^5/5 rows, .* 0:00:00 left, 0 running, 0 waiting, pages 0 .* τ 1.00$", err, re.MULTILINE)
 

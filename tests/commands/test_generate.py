@@ -91,6 +91,20 @@ def test_json_with_samples_and_logprobs(run):
         assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in row["logprobs"])
 
 
+def test_best_of_shows_the_best_at_the_end(run, oracle):
+    options = ["--raw", "--temperature", "1.3", "--seed", "4", "--best-of", "3"]
+    params = SamplingParams(max_tokens=12, temperature=1.3, seed=4, n=2, best_of=3)
+    best = oracle.generate(PROMPTS[0], params, progress=False)[0].outputs
+    assert run(*options, PROMPTS[0])[:2] == (0, best[0].text + "\n")
+    rows = [json.loads(line) for line in run(*options, "--n", "2", "--json", PROMPTS[0])[1].splitlines()]
+    assert [(row["index"], row["text"], "logprobs" in row) for row in rows] == [
+        (place, output.text, False) for place, output in enumerate(best)
+    ]
+    code, out, err = run("--raw", "--best-of", "3", PROMPTS[0])
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "best_of 3 of a greedy request" in err
+
+
 def test_flags_reach_the_sampler(run, oracle):
     first = oracle.generate(PROMPTS[0], SamplingParams(max_tokens=12), progress=False)[0].token_ids
     banned = json.loads(run("--raw", "--json", "--logit-bias", f"{first[0]}:-100", PROMPTS[0])[1])["token_ids"]

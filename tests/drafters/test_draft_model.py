@@ -116,7 +116,15 @@ def next_logits(params, texts):
     positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
     sequences = Sequences(table, zeros[None], zeros[None], zeros)
     hidden, _ = forward(
-        params.target, SPEC, program.pool, rows, tokens, positions, None, program.pool.allocate(), sequences
+        params.target,
+        SPEC,
+        program.pool,
+        rows,
+        tokens,
+        positions,
+        None,
+        program.pool.allocate(tokens.shape[0]),
+        sequences,
     )
     return np.asarray(logits_of(params.target, SPEC, hidden[:, -1]))
 

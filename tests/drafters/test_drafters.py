@@ -15,7 +15,7 @@ from jaxspec.models.loading import LoadedModel, load_model
 from jaxspec.sampling import sampling_row
 from jaxspec.tree import Tree
 from jaxspec.types import Drafter, History, Models, Params, Progress, Proposal, Sequences, Verdict, View
-from tests.driver import SPEC, decode_all, make_program, random_params
+from tests.driver import SPEC, Job, Result, decode_all, make_program, random_params
 from tests.test_decode import MIX
 
 BATCH, PROMPT, CONTEXT = 5, 12, 24
@@ -70,7 +70,7 @@ def view(now: Progress) -> View:
 def propose(drafter: Drafter, params, state, now: Progress, jit: bool = True):
     """The proposal and the state after it, over an empty pool of its own."""
     pool_spec = make_program(drafter).draft_pool
-    pool = pool_spec.allocate() if pool_spec else {}
+    pool = pool_spec.allocate(BATCH) if pool_spec else {}
     call = partial(drafter.propose, pool_spec=pool_spec)
     found, after, _ = (jax.jit(call) if jit else call)(params, state, pool, view(now))
     return found, after
@@ -167,7 +167,17 @@ def test_widths_end_with_the_whole_tree(drafter: Drafter) -> None:
     assert drafter.widths[-1] == drafter.tree.width
 
 
-REPEATING = {row: job._replace(prompt=[*job.prompt, *job.prompt, *job.prompt][:30]) for row, job in MIX.items()}
+MORE = {
+    4: Job([3, 4, 5, 4], SamplingParams(max_tokens=20, repetition_penalty=1.2, presence_penalty=0.4, logprobs=0)),
+    5: Job([9, 8, 9], SamplingParams(temperature=1.0, top_p=0.9, max_tokens=13, logprobs=0), seed=2**63),
+    6: Job(
+        [30, 31], SamplingParams(max_tokens=20, min_tokens=4, logprobs=0), eos_ids=tuple(range(0, SPEC.valid_vocab, 8))
+    ),
+    7: Job(list(range(12)), SamplingParams(temperature=0.5, min_p=0.1, logit_bias={5: 3.0}, max_tokens=20, logprobs=0)),
+}
+REPEATING = {
+    row: job._replace(prompt=[*job.prompt, *job.prompt, *job.prompt][:30]) for row, job in (MIX | MORE).items()
+}
 
 
 def law_drafter(config: EngineConfig, target: LoadedModel, params: Models) -> tuple[Drafter, Params]:
@@ -179,19 +189,26 @@ def law_drafter(config: EngineConfig, target: LoadedModel, params: Models) -> tu
     return model_drafter(SPEC, SPEC, config), draft
 
 
+@pytest.fixture(scope="module")
+def plain() -> dict[int, Result]:
+    return decode_all(random_params(), make_program(pages=160), REPEATING, batch=len(REPEATING))
+
+
 @pytest.mark.parametrize("adaptive", [True, False])
 @pytest.mark.parametrize("name", [name for name in drafter_names() if name != "none"])
-def test_law_1_the_tokens_are_those_of_plain_decoding(name: str, adaptive: bool, target: LoadedModel) -> None:
+def test_law_1_the_tokens_are_those_of_plain_decoding(
+    unoptimised, name: str, adaptive: bool, target: LoadedModel, plain
+) -> None:
     params = random_params()
-    config = EngineConfig(drafter=name, draft_tokens=5, draft_adaptive=adaptive, ngram_min=1, verify="coupled")
+    config = EngineConfig(drafter=name, draft_tokens=4, draft_adaptive=adaptive, ngram_min=1, verify="coupled")
     drafter, draft_params = law_drafter(config, target, params)
-    program, models = make_program(drafter, pages=160), Models(params.target, draft_params)
-    plain = decode_all(params, make_program(pages=160), REPEATING)
-    together = decode_all(models, program, REPEATING)
+    decode = partial(
+        decode_all, Models(params.target, draft_params), make_program(drafter, pages=160), batch=len(plain)
+    )
+    together = decode(REPEATING)
     for row, expected in plain.items():
-        assert together[row].tokens == expected.tokens
-    alone = decode_all(models, program, {1: REPEATING[1]})[1]
-    assert alone.tokens == plain[1].tokens
+        assert (together[row].tokens, together[row].finish) == (expected.tokens, expected.finish)
+    assert decode({1: REPEATING[1]})[1].tokens == plain[1].tokens
     if adaptive:  # it may find that drafting does not pay
         return
     assert sum(r.drafted for r in together.values()) > 0

@@ -153,3 +153,6 @@ def test_what_the_engine_tells(tiny_model):
     slowest = max(o.stats.time_to_first_token for r in results for o in r.outputs)
     assert figures["ttft"]["max"] == slowest
     assert 0 < figures["inter_token"]["p50"] <= figures["inter_token"]["max"] < figures["seconds"]
+    spec = llm.engine.spec
+    assert figures["kv_bytes_per_token"] == 2 * 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    assert figures["kv_tail_bytes"] == 0

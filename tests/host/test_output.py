@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import SamplingParams
-from jaxspec.host.output import Emitted, Transcript, read_rounds, token_kinds
-from jaxspec.host.request import Kind, Piece, Round, Sample
+from jaxspec.host.output import Contest, Emitted, Transcript, read_rounds, token_kinds
+from jaxspec.host.request import Kind, Piece, Round, Sample, TextDelta, TokenLogprobs
 
 PLAIN, ACCEPTED, CORRECTED, BONUS = Kind.PLAIN, Kind.ACCEPTED, Kind.CORRECTED, Kind.BONUS
 
@@ -70,9 +70,9 @@ class Letters:
         return self.held
 
 
-def transcript(**params) -> Transcript:
+def transcript(index: int = 0, **params) -> Transcript:
     chosen = SamplingParams(**params)
-    return Transcript(Sample("r", 0, [1, 2], chosen, chosen.max_tokens, 7, 0.0), Letters())
+    return Transcript(Sample("r", index, [1, 2], chosen, chosen.max_tokens, 7, 0.0), Letters())
 
 
 def emitted(first: int, rounds: list[tuple[int, int]], known: int = 0) -> list[Emitted]:
@@ -116,3 +116,46 @@ def test_a_sample_that_ends_without_a_token():
     result = record.finish(record.push([], 0.0), "error", "no logits").finished
     assert result is not None
     assert (result.text, result.token_ids, result.rounds, result.stats.steps) == ("", [], [], 0)
+
+
+def contender(index: int, logprobs: list[float], reason: str = "length") -> list[TextDelta]:
+    """All news of a sample, one a token; its letters are those from its own on."""
+    record = transcript(index, temperature=1.0, logprobs=0)
+    news = [
+        record.push(
+            [Emitted(index + place, (place + 1, 0, 0), TokenLogprobs(index + place, logprob, {}))], float(place)
+        )
+        for place, logprob in enumerate(logprobs)
+    ] or [record.push([], 0.0)]
+    return [*news[:-1], record.finish(news[-1], reason, None)]
+
+
+@pytest.mark.parametrize(("n", "told"), [(1, ["bcde"]), (2, ["bcde", "a"]), (4, ["bcde", "a", "cd", "d"])])
+def test_of_samples_that_compete_those_with_the_best_mean_are_told_at_the_end(n: int, told: list[str]):
+    """The first two have the same sum; the last has the best mean, and an error."""
+    contest = Contest(SamplingParams(temperature=1.0, n=n, best_of=4))
+    samples = [
+        contender(0, [-2.0]),
+        contender(1, [-0.5] * 4),
+        contender(2, [-0.1, -9.0]),
+        contender(3, [-0.01], "error"),
+    ]
+    last = samples[1].pop()
+    for delta in [delta for sample in samples for delta in sample]:
+        assert contest.take(delta) == []
+    chosen = contest.take(last)
+    assert [delta.text for delta in chosen] == [delta.finished.text for delta in chosen if delta.finished] == told
+    assert [delta.index for delta in chosen] == [delta.finished.index for delta in chosen if delta.finished]
+    assert [delta.index for delta in chosen] == list(range(n))
+    assert [delta.tokens for delta in chosen] == [len(text) for text in told]
+    assert all(delta.gap is None and delta.finished and delta.finished.logprobs is None for delta in chosen)
+
+
+def test_samples_that_compete_show_log_probabilities_where_they_are_asked_for_and_lose_without_a_token():
+    contest = Contest(SamplingParams(temperature=1.0, n=2, best_of=2, logprobs=0))
+    assert contest.take(contender(0, [])[0]) == []
+    best, worst = (delta.finished for delta in contest.take(contender(1, [-3.0])[0]))
+    assert best is not None
+    assert worst is not None
+    assert best.logprobs == [TokenLogprobs(1, -3.0, {})]
+    assert (worst.token_ids, worst.logprobs) == ([], [])

@@ -147,7 +147,7 @@ def duplicates_replace_the_tree(patch: pytest.MonkeyPatch) -> None:
 
 
 def eviction_ignores_who_holds_a_page(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RadixCache, "_surplus", lambda self: [(node, 0) for node in self._order if not self._pinned(node)])
+    patch.setattr(RadixCache, "_surplus", lambda self: [(node, 0) for node in self._order if node not in self._pins])
 
 
 def eviction_leaves_orphans(patch: pytest.MonkeyPatch) -> None:
@@ -164,11 +164,19 @@ def a_split_loses_the_pin(patch: pytest.MonkeyPatch) -> None:
 
     def split(self: RadixCache, node: _Node, at: int) -> _Node:
         upper = real(self, node, at)
-        if upper is not node:
-            upper.pinned_until, node.pinned_until = node.pinned_until, 0.0
+        if upper is not node and node in self._pins:
+            self._pins[upper] = self._pins.pop(node)
         return upper
 
     patch.setattr(RadixCache, "_split", split)
+
+
+def pins_never_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RadixCache, "expire", lambda self, now: None)
+
+
+def what_others_pin_takes_room_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RadixCache, "_pinned_of", lambda self, keys: 0)
 
 
 def rollback_reopens_shared_pages(patch: pytest.MonkeyPatch) -> None:
@@ -189,6 +197,8 @@ FAULTS = [
     eviction_ignores_who_holds_a_page,
     eviction_leaves_orphans,
     a_split_loses_the_pin,
+    pins_never_end,
+    what_others_pin_takes_room_again,
     rollback_reopens_shared_pages,
 ]
 

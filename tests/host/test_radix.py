@@ -12,11 +12,10 @@ MODEL = ("model", "salt")
 
 
 class Cache(RadixCache):
-    """A cache over 32 pages with a clock of its own, and sequences that come and go."""
+    """A cache over 32 pages, and sequences that come and go."""
 
     def __init__(self) -> None:
-        super().__init__(PageAllocator(32), PAGE, lambda: self.now)
-        self.now = 0.0
+        super().__init__(PageAllocator(32), PAGE)
 
     def keep(self, tokens: list[int], namespace=MODEL) -> list[int]:
         """A sequence computes these tokens, publishes them and ends; returns the pages it had."""
@@ -205,10 +204,10 @@ def test_a_pin_lasts_until_its_time(cache: Cache) -> None:
     assert cache.pin(text("ab"), MODEL, until=10.0) == 2 * PAGE
     cache.keep(text("xy"))
     assert (cache.evictable, cache.evict(9)) == (4, 4)
-    cache.now = 9.9
+    cache.expire(9.9)
     assert (cache.evictable, cache.evict(9)) == (0, 0)
     assert len(cache.look(text("abcd"))) == 2
-    cache.now = 10.0
+    cache.expire(10.0)
     assert (cache.evictable, cache.evict(9)) == (2, 2)
 
 
@@ -225,7 +224,7 @@ def test_a_pin_outlives_a_split_and_can_only_be_prolonged(cache: Cache) -> None:
     cache.pin(text("abcd"), MODEL, until=10.0)
     cache.pin(text("abcd"), MODEL, until=5.0)
     cache.keep(text("abxy"))
-    cache.now = 7.0
+    cache.expire(7.0)
     assert cache.evict(9) == 2
     assert len(cache.look(text("abcd"))) == 4
 
@@ -253,6 +252,49 @@ def test_unpin_of_the_inner_pin_leaves_the_longer_one(cache: Cache) -> None:
     assert cache.evictable == 4
 
 
+def test_unpin_says_how_many_tokens_are_let_go(cache: Cache) -> None:
+    cache.keep(text("abcd"))
+    cache.pin(text("ab"), MODEL, math.inf)
+    cache.pin(text("abcd"), MODEL, math.inf)
+    assert cache.unpin(text("abx"), MODEL) == 2 * PAGE
+    assert cache.unpin(text("abx"), MODEL) == 0
+    assert cache.unpin(text("abcde"), MODEL) == 4 * PAGE
+
+
+def test_a_pin_takes_only_the_room_there_is(cache: Cache) -> None:
+    """Pages that another pin keeps need none."""
+    cache.keep(text("abcdef"))
+    cache.keep(text("abxyz"))
+    assert cache.pin(text("abc"), MODEL, until=5.0) == 3 * PAGE
+    assert (cache.pinned, cache.unpinned(text("abxyz"), MODEL), cache.unpinned(text("abcdefg"), MODEL)) == (3, 3, 4)
+    assert cache.pin(text("abxyz"), MODEL, until=9.0, room=2) == 4 * PAGE
+    assert cache.pinned == 5
+    assert cache.pin(text("abcdef"), MODEL, until=9.0, room=0) == 3 * PAGE
+    assert cache.evict(32) == 4
+    cache.expire(5.0)  # the second one on the same way holds on
+    assert (cache.pinned, cache.evict(32)) == (5, 0)
+    cache.expire(9.0)
+    assert (cache.pinned, cache.evict(32), cache.allocator.free) == (0, 5, 32)
+
+
+def test_a_text_that_grows_past_a_pin_is_not_pinned(cache: Cache) -> None:
+    pages = cache.allocator.allocate(4)
+    cache.insert(text("ab", tail=0), pages, MODEL)
+    cache.pin(text("ab"), MODEL, math.inf)
+    cache.insert(text("abcd"), pages, MODEL)
+    cache.allocator.release(pages)
+    assert (cache.pinned, cache.evict(32)) == (2, 2)
+
+
+def test_clear_forgets_pins(cache: Cache) -> None:
+    cache.keep(text("ab"))
+    cache.pin(text("ab"), MODEL, math.inf)
+    cache.clear()
+    assert (cache.pinned, cache.allocator.free) == (0, 32)
+    cache.keep(text("ab"))
+    assert cache.evict(2) == 2
+
+
 def test_clear_forgets_a_namespace_and_leaves_its_readers_alone(cache: Cache) -> None:
     cache.keep(text("ab"))
     cache.keep(text("ax"))
@@ -270,10 +312,10 @@ def test_clear_forgets_a_namespace_and_leaves_its_readers_alone(cache: Cache) ->
 
 
 def test_eviction_does_not_walk_the_whole_tree_for_each_page(cache: Cache) -> None:
-    """It looks at the clock once a node, for the pins."""
+    """It asks who holds them of as many pages as it frees, and of one more each time."""
     for token in range(30):
         cache.keep([token] * PAGE)
-    looks = []
-    cache.clock = lambda: looks.append(1) or 0.0
+    looks, references = [], cache.allocator.references
+    cache.allocator.references = lambda page: looks.append(page) or references(page)
     assert [cache.evict(1) for _ in range(30)] == [1] * 30
     assert len(looks) <= 60

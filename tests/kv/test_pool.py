@@ -125,7 +125,7 @@ def test_any_path_of_a_tree_moves_right() -> None:
 
 
 def test_a_pool_starts_empty_and_knows_its_size() -> None:
-    pool = SPEC.allocate()
+    pool = SPEC.allocate(1)
     assert set(pool) == set(SPEC.shapes())
     assert all(not np.asarray(array).any() for array in pool.values())
     # Layers, heads, keys and values, slots, numbers, bytes.

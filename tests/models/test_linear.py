@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.models.linear import linear
+from jaxspec.models.quantization import dequantize, get_scheme, scheme_names
 
 
 def operands(tokens: int, dtype: Any = jnp.float32, inputs: int = 48) -> tuple[jax.Array, jax.Array]:
@@ -37,3 +38,27 @@ def test_keeps_bfloat16(tokens: int) -> None:
     assert y.dtype == jnp.bfloat16
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-7, atol=0.1)
+
+
+@pytest.mark.parametrize("tokens", [3, 65])
+@pytest.mark.parametrize("name", scheme_names())
+def test_a_quantised_weight_is_the_dequantised_one(name: str, tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.normal(size=(2, tokens, 96)), jnp.float32)
+    weight = jax.tree.map(jnp.asarray, get_scheme(name).quantize(rng.normal(size=(3, 2, 40, 96)).astype(np.float32)))
+    plain = dequantize(weight, np.float32)
+    assert plain.shape == (3, 2, 40, 96)
+    y = jax.jit(linear)(x, weight)
+    assert y.shape == (2, tokens, 3, 2, 40)
+    expected = np.einsum("bti,khdi->btkhd", np.asarray(x, np.float64), np.asarray(plain, np.float64))
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-4)
+    narrow = linear(x.astype(jnp.bfloat16), weight)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(narrow, np.float64), expected, rtol=2**-6, atol=0.3)
+
+
+@pytest.mark.parametrize("tokens", [3, 65])
+def test_leading_features_are_rows(tokens: int) -> None:
+    x, weight = operands(tokens)
+    y = linear(x, weight.reshape(5, 2, 8, 48))
+    np.testing.assert_array_equal(y, linear(x, weight).reshape(tokens, 5, 2, 8))

@@ -50,7 +50,7 @@ class World:
         self.now, self.size = 0.0, page_size
         self.allocator = PageAllocator(num_pages)
         self.pages = Pages(self.allocator, page_size)
-        self.cache = RadixCache(self.allocator, page_size, lambda: self.now)
+        self.cache = RadixCache(self.allocator, page_size)
         self.memory: list[list] = [[None] * page_size for _ in range(num_pages)]
         self.sequences: list[Sequence] = []
         self.waiting: list[tuple] = []
@@ -176,10 +176,15 @@ class World:
         self.done["match"] += 1
 
     def pin(self, pick: Pick) -> None:
+        """For a time, and often with little room."""
         namespace, text = self._text(pick)
-        until = self.now + pick(8)
-        found = len(self._cached(namespace, text)) * self.size
-        assert self.cache.pin(text, namespace, until) == found
+        until, room = self.now + 1 + pick(8), [0, 1, LONGEST][pick(3)]
+        held = max(
+            (_common(text, pinned) // self.size for name, pinned in self._pinned() if name == namespace), default=0
+        )
+        assert self.cache.unpinned(text, namespace) == len(text) // self.size - held
+        found = min(len(self._cached(namespace, text)), held + room) * self.size
+        assert self.cache.pin(text, namespace, until, room) == found
         if found:
             key = (namespace, tuple(text[:found]))
             self.pins[key] = max(self.pins.get(key, 0.0), until)
@@ -187,14 +192,16 @@ class World:
 
     def unpin(self, pick: Pick) -> None:
         namespace, text = self._text(pick)
-        self.cache.unpin(text, namespace)
+        length = self.cache.unpin(text, namespace)
         on_the_way = [key for key in self._pinned() if key[0] == namespace and key[1] == tuple(text[: len(key[1])])]
+        assert length == max((len(pinned) for _, pinned in on_the_way), default=0)
         if on_the_way:
             del self.pins[max(on_the_way, key=lambda key: len(key[1]))]
         self.done["unpin" if on_the_way else "unpin nothing"] += 1
 
     def wait(self, pick: Pick) -> None:
         self.now += pick(5)
+        self.cache.expire(self.now)
         self.done["wait"] += 1
 
     def clear(self, pick: Pick) -> None:
@@ -293,23 +300,27 @@ class World:
     def _pinned(self) -> list[tuple]:
         return [key for key, until in self.pins.items() if self.now < until]
 
+    def _beginnings(self, prefixes: list[tuple]) -> set[tuple]:
+        """All whole-page beginnings of these, themselves included."""
+        return {(name, text[:end]) for name, text in prefixes for end in range(self.size, len(text) + 1, self.size)}
+
     def _evictable(self) -> set[tuple]:
         """Cached prefixes that no sequence holds, that are not pinned, and that no such prefix begins with."""
         users = {page for sequence in self.sequences for page in sequence.table.pages}
-        stay: set[tuple] = set()
-        for namespace, text in [key for key, page in self.kept.items() if page in users] + self._pinned():
-            stay.update((namespace, text[:end]) for end in range(self.size, len(text) + 1, self.size))
-        return self.kept.keys() - stay
+        return self.kept.keys() - self._beginnings(
+            [k for k, page in self.kept.items() if page in users] + self._pinned()
+        )
 
     def check(self) -> None:
         """Everything that must be so after any operation."""
         holders = self._holders()
         total = self.allocator.num_pages
-        assert {page: self.allocator.references(page) for page in range(total)} == {p: holders[p] for p in range(total)}
+        assert self.allocator._references == dict(holders)
         used = holders.keys() - self.kept.values()
         assert self.cache.cached == len(set(self.kept.values())) == len(self.kept)
         assert self.allocator.free + len(used) + self.cache.cached == total
         assert self.cache.evictable == len(self._evictable())
+        assert self.cache.pinned == len(self._beginnings(self._pinned()))
         for page in range(total):
             if not holders[page]:
                 self.memory[page] = ["poison"] * self.size
@@ -330,6 +341,12 @@ class World:
         assert (table.tokens + partial) % self.size == look_ahead % self.size == 0
         assert 0 <= partial < self.size
         assert partial + look_ahead == len(slots) - table.tokens
+
+
+def _common(first, second) -> int:
+    """How many tokens two texts share at their beginnings."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 _OFTEN = [World.admit, World.prefill, World.decode]

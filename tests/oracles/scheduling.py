@@ -33,12 +33,13 @@ def add(
     place: int = 0,
     n: int = 1,
     salt: str = "",
+    ttl: float | None = None,
 ) -> list[Running]:
     """Put a request in line; a prompt given as a number has so many tokens of its own."""
     ids = (
         prompt if isinstance(prompt, list) else [random.Random(f"{name} {i}").randrange(10_007) for i in range(prompt)]
     )
-    params = SamplingParams(max_tokens=most, n=n, cache_salt=salt)
+    params = SamplingParams(max_tokens=most, n=n, cache_salt=salt, cache_ttl=ttl)
     for index in range(n):
         sample = Sample(name, index, ids, params, most, 0, 0.0, place)
         scheduler.add(sample, Transcript(sample, NoText()))

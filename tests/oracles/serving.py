@@ -1,5 +1,6 @@
 """An engine under stress: poisoned pages, forced preemption, work of all kinds, and what must come of it on the toy."""
 
+import math
 import random
 from functools import partial
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from jaxspec import decode
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.host.request import CompletionOutput
+from jaxspec.kv.tail import TAIL
 from jaxspec.models.loading import LoadedModel
 from tests.oracles import toy_forward
 
@@ -28,11 +30,25 @@ class Work(NamedTuple):
     goes: int | None = None
 
 
+SPOILT = {"float32": (np.nan, 1e30), "uint16": (0x7FFF, 0x7149), "uint8": (0x7F, 0x7E), "int8": (127, 127)}
+"""NaN and a large number, for narrow floats as their bits; any codes for integers, whose scales are spoilt."""
+
+
 @partial(jax.jit, donate_argnums=0)
-def spoil(kv: jax.Array, pages: jax.Array) -> jax.Array:
-    """NaN for the keys of these pages of every layer, and for their values a large number: 0 times NaN is NaN."""
-    everywhere = jnp.tile(pages, kv.shape[0] // pages.shape[0])[:, None, None, None, None]
-    return jnp.where(everywhere, jnp.array([jnp.nan, 1e30])[:, None, None], kv)
+def spoil(pool: dict[str, jax.Array], pages: jax.Array) -> dict[str, jax.Array]:
+    """These pages of every layer: NaN for keys and their scales, large numbers for values: 0 times NaN is NaN."""
+
+    def one(name: str, array: jax.Array) -> jax.Array:
+        if name == TAIL:
+            return array
+        everywhere = jnp.tile(pages, array.shape[0] // pages.shape[0]).reshape(-1, *[1] * (array.ndim - 1))
+        nan, large = SPOILT[array.dtype.name]
+        fill = {"key_scale": nan, "value_scale": large}.get(name)
+        if fill is None:  # keys and values side by side
+            fill = jnp.array([nan, large], array.dtype).reshape(-1, *[1] * (array.ndim - 3))
+        return jnp.where(everywhere, jnp.asarray(fill, array.dtype), array)
+
+    return {name: one(name, array) for name, array in pool.items()}
 
 
 def poison(engine: Engine) -> Engine:
@@ -41,7 +57,7 @@ def poison(engine: Engine) -> Engine:
 
     def write(pages) -> None:
         mask = np.isin(np.arange(engine.program.pool.num_pages), list(pages))
-        pools = ({k: spoil(v, mask) for k, v in p.items()} for p in (engine.state.pool, engine.state.draft_pool))
+        pools = (spoil(pool, mask) for pool in (engine.state.pool, engine.state.draft_pool))
         engine.state = engine.state._replace(**dict(zip(("pool", "draft_pool"), pools, strict=True)))
 
     def resize_and_spoil() -> None:
@@ -83,6 +99,7 @@ def serve(engine: Engine, work: list[Work], pages_left: int | None = None) -> Re
     """
     scheduler = engine.scheduler
     stolen = scheduler.pages.allocate(scheduler.pages.num_pages - pages_left) if pages_left else []
+    scheduler.pins.most -= len(stolen)
     results: Results = {}
     texts: dict[tuple[str, int], str] = {}
     gone: set[str] = set()
@@ -103,8 +120,10 @@ def serve(engine: Engine, work: list[Work], pages_left: int | None = None) -> Re
                 assert texts[key] == news.finished.text
         step += 1
         assert step < 20_000, "nothing moves"
+    scheduler.pins.tick(math.inf)
     if stolen:
         scheduler.pages.release(stolen)
+        scheduler.pins.most += len(stolen)
     kept = scheduler.cache.evictable if scheduler.cache else 0
     assert scheduler.pages.free + kept == scheduler.pages.num_pages
     return results
@@ -134,21 +153,35 @@ def expected(loaded: LoadedModel, item: Work, index: int) -> Expected:
 def compare(loaded: LoadedModel, work: list[Work], results: Results) -> None:
     """Every text is the oracle's, and there are no more and no fewer than were asked for."""
     for item in work:
-        for index in range(item.params.n):
+        for index, drawn in enumerate(_ranked(loaded, item)[: item.params.n]):
             got = results.pop((item.name, index), None)
             if got is None:
                 assert item.goes is not None
                 continue
-            wanted = expected(loaded, item, index)
+            wanted = expected(loaded, item, drawn)
             assert got.token_ids == wanted.tokens, f"{item.name} sample {index} at {_differ(got, wanted)}"
             assert (got.text, got.finish_reason) == (wanted.text, wanted.reason)
             np.testing.assert_allclose([entry.logprob for entry in got.logprobs], wanted.logprobs, atol=1e-3)
     assert not results
 
 
+def _ranked(loaded: LoadedModel, item: Work) -> list[int]:
+    """The samples of a request in the order in which they must come: where they compete, by their mean."""
+    order = list(range(item.params.samples))
+    if item.params.best_of is not None:
+        order.sort(key=lambda index: -float(np.mean(expected(loaded, item, index).logprobs)))
+    return order
+
+
 def _differ(got: CompletionOutput, wanted: Expected) -> int:
     pairs = zip(got.token_ids, wanted.tokens, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got.token_ids), len(wanted.tokens)))
+
+
+def until_a_near_tie(output: CompletionOutput) -> int:
+    """Tokens before the first that rounding may change, as its two likeliest are this close."""
+    gaps = [abs(float(np.subtract(*list(entry.top.values())[:2]))) for entry in output.logprobs or []]
+    return next((i for i, gap in enumerate(gaps) if gap <= 2e-3), len(gaps))
 
 
 def some_work(

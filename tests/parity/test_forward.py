@@ -81,7 +81,7 @@ def paged_logits(
 
     work = sorted((start, i) for i, prompt in enumerate(prompts) for start in range(0, len(prompt), chunk))
     logits = [np.full((len(prompt), spec.vocab_size), np.nan, np.float32) for prompt in prompts]
-    pool = pool_spec.allocate()
+    pool = pool_spec.allocate(1)
     for first in range(0, len(work), num_rows):
         rows, tokens = np.zeros((3, num_rows), np.int32), np.zeros((num_rows, chunk), np.int32)
         part = work[first : first + num_rows]

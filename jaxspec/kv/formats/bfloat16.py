@@ -2,6 +2,6 @@
 
 import jax.numpy as jnp
 
-from jaxspec.kv.formats._plain import plain
+from jaxspec.kv.formats._slots import plain
 
 FORMAT = plain(jnp.dtype(jnp.bfloat16))

