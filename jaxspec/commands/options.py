@@ -73,7 +73,11 @@ ENGINE = {
         "float32, bfloat16, int8, int4, int4_symmetric, fp8 or fp8_block; auto is what a quantised checkpoint holds, "
         "else float32 on the CPU, bfloat16 elsewhere.",
     ),
-    "kv_dtype": Flag(str, "Format of the key/value cache; auto is float32 on the CPU, bfloat16 elsewhere."),
+    "kv_dtype": Flag(
+        str,
+        "Format of the key/value cache: float32, bfloat16, int8, fp8 or int4; auto is float32 on the CPU, bfloat16 "
+        "elsewhere.",
+    ),
     "max_batch": Flag(int, "Samples decoded at once."),
     "max_context": Flag(int, "Tokens of prompt and output together at most; the model's own if not given."),
     "kv_memory": Flag(float, "GiB of memory for the key/value cache."),

@@ -7,8 +7,9 @@ from jaxspec.kv.bits import keep, kept, numbers
 from jaxspec.kv.format import Format
 
 SCALE = jnp.dtype(jnp.bfloat16)
+"""The type of scales: half the size of float32, and as wide a range."""
 LEAST = 1e-30
-"""A scale is no smaller: a vector of zeros is then divided by it like any other."""
+"""A scale is no smaller: numbers that are all equal are then divided by it like any others."""
 
 
 def plain(dtype: jnp.dtype) -> Format:

@@ -12,15 +12,13 @@ from jaxspec.errors import ConfigError
 from jaxspec.kv.bits import keep, kept, numbers
 from jaxspec.kv.format import Format
 from jaxspec.kv.formats import int8
+from jaxspec.kv.formats._slots import LEAST, SCALE
 
 GROUP = 64
 """Slots that share the scales of a key's channels."""
 CHANNELS = 64
 """Channels of a value that share a scale, where its dimension is a multiple of this; else all do."""
 LEVELS = 15
-SCALE = jnp.dtype(jnp.bfloat16)
-LEAST = 1e-30
-"""A scale is no smaller: numbers that are all equal are then divided by it like any other."""
 
 
 def grouped(group: int) -> Format:
