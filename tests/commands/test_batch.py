@@ -96,7 +96,7 @@ def test_a_row_in_error_is_named_and_the_others_go_on(run):
 
 
 def test_a_second_run_keeps_what_is_answered_and_does_what_changed(run):
-    rows = [{"prompt": p, "temperature": 1.0} for p in ("a", "b", "c")]
+    rows = [{"prompt": p, "temperature": 1.0, "ignore_eos": True} for p in ("a", "b", "c")]
     _, before, _ = run([*rows[:2], {"prompt": "c", "top_p": 3}])
     code, after, err = run(rows)
     assert (code, after[:2]) == (0, before[:2])
