@@ -7,7 +7,7 @@ from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.llm import load
 from jaxspec.models.loading import LoadedModel
-from tests.oracles.serving import Results, Work, serve, until_a_near_tie
+from tests.oracles.serving import Results, Work, preempt_every_round, serve, until_a_near_tie
 
 TEXT = """
 A lighthouse keeper writes down what the sea does every hour of the night. At nine the water was flat and grey, and
@@ -75,3 +75,35 @@ def test_law_3b_each_page_and_chunk_alone_and_in_company(smollm2, alone, page: i
     engine = Engine(smollm2, EngineConfig(page_size=page, prefill_chunk=chunk, max_batch=8, max_context=256))
     for run in (one_by_one, serve):
         compare(alone, run(engine, work(smollm2)))
+
+
+ROUNDED = {"int8": 0.1, "fp8": 0.5, "int4": 0.5}
+"""How far a log probability may move where what is stored depends on how a row was rounded before it was."""
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kv_dtype", "drafter"),
+    [("int8", "ngram"), ("int8", "layer_skip"), ("fp8", "ngram"), ("int4", "ngram"), ("int4", "layer_skip")],
+)
+def test_laws_1_and_3b_with_quantised_caches(smollm2, kv_dtype: str, drafter: str):
+    """Plain decoding, alone, against drafts, company, hits and giving way: the same format gives the same texts."""
+    common = {"kv_dtype": kv_dtype, "page_size": 64, "max_context": 320}
+    plain = one_by_one(Engine(smollm2, EngineConfig(max_batch=1, prefix_cache=False, **common)), work(smollm2))
+    one = Engine(smollm2, EngineConfig(drafter=drafter, verify="coupled", draft_adaptive=False, max_batch=8, **common))
+    arriving = [item._replace(comes=4 * place) for place, item in enumerate(work(smollm2))]
+    together = serve(preempt_every_round(one), arriving)
+    counters = one.scheduler.counters
+    assert counters.preemptions > 0
+    assert counters.hit_tokens > 0
+    equal = total = 0
+    for key, output in plain.items():
+        gaps = [abs(float(np.subtract(*list(entry.top.values())[:2]))) for entry in output.logprobs]
+        clear = next((i for i, gap in enumerate(gaps) if gap < 2 * ROUNDED[kv_dtype]), len(gaps))
+        assert output.token_ids[:clear] == together[key].token_ids[:clear]
+        same = [a == b for a, b in zip(output.token_ids, together[key].token_ids, strict=True)]
+        equal, total = equal + sum(same), total + len(same)
+        both = ([entry.logprob for entry in results[key].logprobs[:clear]] for results in (plain, together))
+        np.testing.assert_allclose(*both, atol=ROUNDED[kv_dtype])
+    assert equal > 0.6 * total

@@ -58,7 +58,7 @@ def _row(bench: Bench, case: Case) -> Row:
     return {
         "weights": case.weights,
         "kv_dtype": case.kv_dtype,
-        "bytes_per_token": pool.page_bytes / pool.page_size,
+        "bytes_per_token": pool.token_bytes,
         "tail_bytes": pool.tail_bytes,
         "compression": plain.page_bytes / pool.page_bytes,
         "tokens_per_second": statistics.median(speeds) if speeds else None,

@@ -20,6 +20,18 @@ from jaxspec.errors import ConfigError
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode="markdown")
 
 
+DEFAULTS = EngineConfig()
+Prompts = Annotated[
+    str, typer.Option(metavar="NAME|FILE.jsonl", help="Questions: configs/prompts/NAME.jsonl or a Spec-Bench file.")
+]
+Model = Annotated[str, typer.Option(metavar="TEXT", help=ENGINE["model"].help)]
+KvMemory = Annotated[float, typer.Option(metavar="X", help=ENGINE["kv_memory"].help)]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the rows of the table, and more, to a file.")
+]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the table; needs pip install 'jaxspec[plots]'.")
+]
 SCENARIO_NAMES = ("memory", "prefix", "chunks", "throughput", "formats")
 
 
@@ -30,10 +42,7 @@ def _root() -> None: ...
 @app.command()
 @with_engine_and_sampling
 def decode(
-    prompts: Annotated[
-        str,
-        typer.Option(metavar="NAME|FILE.jsonl", help="Questions: configs/prompts/NAME.jsonl or a Spec-Bench file."),
-    ] = "default",
+    prompts: Prompts = "default",
     drafter: Annotated[
         str, typer.Option(metavar="NAMES", help="Drafters to compare; the others are measured against the first.")
     ] = "none,ngram",
@@ -50,13 +59,8 @@ def decode(
     max_batch: Annotated[
         int | None, typer.Option("--batch", metavar="N", help="Questions of a category answered at once. Default: 1.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows of the table, and more, to a file.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="Draw the speedups; needs pip install 'jaxspec[plots]'."),
-    ] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
     config: ConfigOption = None,
     **options: Any,
 ) -> int:
@@ -108,16 +112,11 @@ def engine(
     scenario: Annotated[
         str, typer.Argument(metavar="SCENARIO|all", help="memory, prefix, chunks, throughput, formats, or all of them.")
     ],
-    model: Annotated[str, typer.Option(metavar="TEXT", help=ENGINE["model"].help)] = EngineConfig().model,
-    prompts: Annotated[
-        str,
-        typer.Option(metavar="NAME|FILE.jsonl", help="Questions: configs/prompts/NAME.jsonl or a Spec-Bench file."),
-    ] = "default",
+    model: Model = DEFAULTS.model,
+    prompts: Prompts = "default",
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each timed case.")] = 3,
-    kv_memory: Annotated[float, typer.Option(metavar="X", help=ENGINE["kv_memory"].help)] = EngineConfig().kv_memory,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows of the tables to a file.")
-    ] = None,
+    kv_memory: KvMemory = DEFAULTS.kv_memory,
+    json_file: JsonFile = None,
 ) -> int:
     """Measure what the parts of the engine are worth: pages, prefix cache, chunked prefill, and the whole of it.
 
@@ -176,7 +175,7 @@ def kv(
         str,
         typer.Option(metavar="NAMES", help="Formats of weights; all but the first are run with the first KV format."),
     ] = "float32",
-    model: Annotated[str, typer.Option(metavar="TEXT", help=ENGINE["model"].help)] = EngineConfig().model,
+    model: Model = DEFAULTS.model,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text to score. Default: Python's own documentation.")
     ] = None,
@@ -188,14 +187,9 @@ def kv(
         str, typer.Option(metavar="LENGTHS", help="Tokens of the passkey prompts; '' leaves them out.")
     ] = "256,1024",
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of the timed cases.")] = 3,
-    kv_memory: Annotated[float, typer.Option(metavar="X", help=ENGINE["kv_memory"].help)] = EngineConfig().kv_memory,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows of the table, and more, to a file.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="Draw the figures; needs pip install 'jaxspec[plots]'."),
-    ] = None,
+    kv_memory: KvMemory = DEFAULTS.kv_memory,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
 ) -> int:
     """Compare formats of keys and values, and of weights, by what they save and what they change.
 

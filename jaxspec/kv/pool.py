@@ -135,9 +135,9 @@ def _compact_tails(spec: PoolSpec, pool: Pool, table, length, path, count) -> Po
     group = spec.format.group
     pool = tail.move(pool, group, length, path, count)
     pages, offsets = _begin_of_group(spec, jnp.arange(path.shape[0]), length, table)
-    pages = _physical(spec, jnp.arange(spec.num_layers)[:, None], pages)
+    pages = _physical(spec, jnp.arange(spec.num_layers), pages[:, None])
     whole = tail.place(length, group) + count >= group
-    return tail.store(spec.format, pool, whole, pages, offsets, jnp.swapaxes(pool[tail.TAIL], 0, 1))
+    return tail.store(spec.format, pool, whole[:, None], pages, offsets[:, None], pool[tail.TAIL])
 
 
 def duplicate(spec: PoolSpec, pool: Pool, source: Int[Array, ""], target: Int[Array, ""]) -> Pool:

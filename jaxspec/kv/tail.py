@@ -63,9 +63,9 @@ def extend(pool: Pool, group: int, layer, rows: Rows, k: Float[Array, "R T K D"]
 
 
 def store(
-    form: Format, pool: Pool, whole: Bool[Array, "R"], pages: Int[Array, "*L R"], offsets: Int[Array, "R"], block
+    form: Format, pool: Pool, whole: Bool[Array, "..."], pages: Int[Array, "R *L"], offsets: Int[Array, "..."], block
 ) -> Pool:
-    """The pool with the groups of `block` `[*L, R, K, 2, S, D]` stored that are `whole`; costs nothing where none is.
+    """The pool with the groups of `block` `[R, *L, K, 2, S, D]` stored that are `whole`; costs nothing where none is.
 
     `pages`, `offsets`: where each group begins.
     """

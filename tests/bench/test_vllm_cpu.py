@@ -49,6 +49,17 @@ def files(tmp_path: Path) -> list[str]:
     return ["--model", str(tmp_path), "--prompts", str(prompts)]
 
 
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """In place of vLLM, which wants an environment of its own."""
+    vllm = StandIn()
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(vllm_cpu, "version", lambda name: "9.9")
+    for name in vllm_cpu.SETTINGS:
+        monkeypatch.setenv(name, "as found")
+    return vllm
+
+
 def test_runs_where_there_is_no_jaxspec() -> None:
     tree = ast.parse(Path(vllm_cpu.__file__).read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -76,13 +87,9 @@ def test_rates_are_of_sums_and_leave_the_first_tokens_out() -> None:
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_writes_the_rows(
-    drafter: str, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    drafter: str, files: list[str], tmp_path: Path, vllm: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vllm, file = StandIn(), tmp_path / "rows.json"
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setattr(vllm_cpu, "version", lambda name: "9.9")
-    for name in vllm_cpu.SETTINGS:
-        monkeypatch.setenv(name, "as found")
+    file = tmp_path / "rows.json"
     assert main([*files, "--drafter", drafter, "--batch", "2", "--json", str(file)]) == 0
     assert vllm.asked == [["a", "c"], ["b"], ["a", "c"], ["b"]], "a warm-up for each size, then all"
     rows = json.loads(file.read_text())
@@ -94,14 +101,8 @@ def test_writes_the_rows(
     assert "9.9, float32" in capsys.readouterr().out
 
 
-def test_together_asks_all_categories_in_turn_in_one_call(
-    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vllm, file = StandIn(), tmp_path / "rows.json"
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setattr(vllm_cpu, "version", lambda name: "9.9")
-    for name in vllm_cpu.SETTINGS:
-        monkeypatch.setenv(name, "as found")
+def test_together_asks_all_categories_in_turn_in_one_call(files: list[str], tmp_path: Path, vllm: StandIn) -> None:
+    file = tmp_path / "rows.json"
     assert main([*files, "--together", "5", "--batch", "2", "--json", str(file)]) == 0
     assert vllm.asked == [["a", "b"], ["a", "b", "c", "a", "b"]], "a warm-up of a batch, then all"
     (row,) = json.loads(file.read_text())

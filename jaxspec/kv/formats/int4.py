@@ -26,11 +26,10 @@ def grouped(group: int) -> Format:
     bfloat16; codes are of numbers less that one as it is stored, so that its rounding loses nothing."""
 
     def arrays(pages: int, page: int, heads: int, dim: int) -> dict[str, jax.ShapeDtypeStruct]:
-        if page % group or dim % 2:
-            raise ConfigError(
-                f"kv_dtype int4 needs pages of a multiple of {group} slots and heads of an even dimension, "
-                f"not pages of {page} and heads of {dim}"
-            )
+        if page % group:
+            raise ConfigError(f"kv_dtype int4 needs pages of a multiple of {group} slots, not of {page}")
+        if dim % 2:
+            raise ConfigError(f"kv_dtype int4 needs heads of an even dimension, not of {dim}")
         return {
             "kv": jax.ShapeDtypeStruct((pages, heads, 2, page, dim // 2), jnp.uint8),
             "key_scale": jax.ShapeDtypeStruct((pages, heads, page // group, 2, dim), kept(SCALE)),

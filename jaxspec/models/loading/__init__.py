@@ -76,8 +76,8 @@ def load_model(model: str, weights: str = "auto", progress: bool = True, packed:
     `weights` is the parameters' type: float32, bfloat16, or a file in jaxspec/models/quantization, which makes the
     matrices `Quantized`; auto is what a quantised checkpoint holds. Else, and for other parameters, it is float32 on
     the CPU and bfloat16 elsewhere. `progress` allows a bar on stderr if that is a terminal. `packed` says whether
-    matrices stay quantised; None dequantises them on the CPU, where XLA multiplies with narrow types many times slower
-    than with float32, and logs that.
+    matrices stay quantised; None dequantises them on the CPU, where XLA's own products of narrow types are many times
+    slower than those of float32, and logs that.
     LoadError where the model is missing, damaged or not supported; ConfigError for other `weights`.
     """
     check_weights(weights)
@@ -86,7 +86,9 @@ def load_model(model: str, weights: str = "auto", progress: bool = True, packed:
     if packed is None:
         packed = jax.default_backend() != "cpu"
         if scheme is not None and not packed:
-            LOG.warning("%s: %s weights are dequantised to %s, the CPU's fastest type", model, scheme, dtype)
+            LOG.warning(
+                "%s: %s weights are dequantised to %s: XLA has no fast products of them here", model, scheme, dtype
+            )
     quantise = get_scheme(scheme) if scheme is not None and found.stored is None else None
     with located(found.path):
         params = read_parameters(found.source, found.family, found.tree, dtype, progress, quantise, packed)

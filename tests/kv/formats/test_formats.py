@@ -186,10 +186,8 @@ def test_odd_vectors_keep_what_can_be_kept(name: str) -> None:
 
 
 def test_int4_says_which_pages_and_heads_it_takes() -> None:
-    for page, dim in ((96, 32), (64, 33)):
-        with pytest.raises(
-            ConfigError, match=f"int4 needs pages of a multiple of 64 .*not pages of {page} and heads of"
-        ):
+    for page, dim, message in ((96, 32, "multiple of 64 slots, not of 96"), (64, 33, "even dimension, not of 33")):
+        with pytest.raises(ConfigError, match=f"int4 needs .*{message}"):
             get_format("int4").arrays(1, page, HEADS, dim)
 
 
