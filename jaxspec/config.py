@@ -9,6 +9,8 @@ import msgspec
 
 from jaxspec.errors import ConfigError, RequestError
 
+DRAFT_TOKENS = 7
+"""Tokens drafted a round where a configuration does not say."""
 MAX_NODES = 63
 """Nodes of a draft tree: two ancestor words, less the root."""
 MIN_TEMPERATURE = 1e-6
@@ -147,19 +149,22 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A name in configs/models, a Hugging Face folder, a .gguf file, or a hub id."""
     drafter: str = "none"
     """A file in jaxspec/drafters: none decodes plainly."""
-    draft_tokens: int = 7
-    """Tokens drafted a round at most."""
+    draft_tokens: int | None = None
+    """Tokens drafted a round at most, in a chain or a tree. None is 7, or for heads what was found fastest."""
     draft_adaptive: bool = True
     """Draft fewer, or none, where a request's own drafts keep being rejected."""
     draft_temperature: float | None = None
-    """draft_model, layer_skip: temperature of the drafts of sampled requests; None is the request's own."""
+    """Drafts that are drawn: their temperature where the request has one; None is the request's own."""
     verify: str = "auto"
     """rejection: most drafts are accepted; coupled: a seed gives the text of plain decoding; auto: rejection where a
-    drafter draws its drafts, as models do, else coupled, the only rule for drafts that are picked. Both are exact."""
+    drafter draws its drafts, as models do, else coupled. Both are exact. typical, for heads: any likely draft is
+    accepted, which is NOT exact (Medusa)."""
     draft_model: str | None = None
     """draft_model: the model that drafts, given like `model`; it must have the same vocabulary."""
     draft_layers: int | None = None
     """layer_skip: first layers of the target that draft; None is a third of them."""
+    medusa_heads: str | None = None
+    """medusa, ngram_medusa: folder or file of the heads; None is those that come with the model, in configs/medusa."""
     ngram_max: int = 4
     """ngram: tokens that a match has at most."""
     ngram_min: int = 2
@@ -187,14 +192,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         for ok, what in (
             (self.max_batch >= 1, f"max_batch must be 1 or more, not {self.max_batch}"),
-            (1 <= self.draft_tokens <= MAX_NODES, f"draft_tokens must be 1 to {MAX_NODES}, not {self.draft_tokens}"),
+            (
+                self.draft_tokens is None or 1 <= self.draft_tokens <= MAX_NODES,
+                f"draft_tokens must be 1 to {MAX_NODES}, not {self.draft_tokens}",
+            ),
             (
                 self.draft_temperature is None or MIN_TEMPERATURE <= self.draft_temperature < float("inf"),
                 f"draft_temperature must be at least {MIN_TEMPERATURE}, not {self.draft_temperature}",
             ),
             (
-                self.verify in ("auto", "coupled", "rejection"),
-                f"verify must be auto, coupled or rejection, not {self.verify!r}",
+                self.verify in ("auto", "coupled", "rejection", "typical"),
+                f"verify must be auto, coupled, rejection or typical, not {self.verify!r}",
             ),
             (
                 1 <= self.ngram_min <= self.ngram_max,
@@ -227,15 +235,15 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def find_config(kind: str, name: str, suffix: str = ".toml") -> Path:
-    """The file configs/KIND/NAME.toml, or of another suffix, of the package or the checkout.
+    """The file configs/KIND/NAME.toml, or of another suffix, or a folder, of the package or the checkout.
 
     ConfigError lists the names there are.
     """
     here = Path(__file__).resolve().parent
     folder = next((f for f in (here / "configs", here.parent / "configs") if f.is_dir()), here / "configs") / kind
     path = folder / f"{name}{suffix}"
-    if not path.is_file():
-        names = ", ".join(sorted(p.stem for p in folder.glob(f"*{suffix}"))) or "none"
+    if not path.exists():
+        names = ", ".join(sorted(p.name.removesuffix(suffix) for p in folder.glob(f"*{suffix}"))) or "none"
         raise ConfigError(f"no {kind} config named {name!r} (there are: {names})")
     return path
 

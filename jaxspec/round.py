@@ -5,9 +5,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.config import MAX_LOGPROBS
+from jaxspec.cost import step_cost
 from jaxspec.kv.pool import Pool, compact
 from jaxspec.kv.tail import room
 from jaxspec.models.transformer import forward, logits_of
@@ -27,11 +29,11 @@ from jaxspec.types import (
     Verdict,
     View,
 )
-from jaxspec.verify import verify
+from jaxspec.verify import verify, verify_typical
 from pallas_kernels import Rows
 
-Decision = tuple[Verdict, Logprobs, Pool]
-"""What a row's tokens came to, and the pool with their keys and values."""
+Decision = tuple[Verdict, Logprobs, Array, Pool]
+"""What a row's tokens came to, the hidden state of the last one accepted, and the pool with their keys and values."""
 
 
 def one_round(params: Models, program: Program, state: DecodeState, output: Output) -> tuple[DecodeState, Output]:
@@ -42,8 +44,9 @@ def one_round(params: Models, program: Program, state: DecodeState, output: Outp
         params.draft, state.drafter, state.draft_pool, view, program.draft_pool
     )
     proposal = proposal._replace(valid=proposal.valid & _possible(program, view))
+    proposal = proposal._replace(valid=_worthwhile(drafter, progress, proposal))
     choices = [partial(_decide, params.target, program, width, view, proposal) for width in drafter.widths]
-    verdict, logprobs, pool = _run_one(choices, _narrowest(drafter, proposal), state.pool)
+    verdict, logprobs, hidden, pool = _run_one(choices, _narrowest(drafter, proposal), state.pool)
     emitted, finish = _ends(verdict, progress, view.sampling)
     progress = _advance(progress, verdict, proposal, emitted, finish)
     state = DecodeState(
@@ -53,7 +56,7 @@ def one_round(params: Models, program: Program, state: DecodeState, output: Outp
         progress=progress,
         sampling=state.sampling,
         history=_remember(state.history, verdict, emitted),
-        drafter=drafter.observe(drafter_state, proposal, verdict, emitted),
+        drafter=drafter.observe(drafter_state, proposal, verdict, emitted, hidden),
     )
     return state, _emit(output, logprobs, verdict, emitted, progress)
 
@@ -66,6 +69,18 @@ def _possible(program: Program, view: View) -> Bool[Array, "B N"]:
     return view.progress.active[:, None] & within
 
 
+def _worthwhile(drafter: Drafter, progress: Progress, proposal: Proposal) -> Bool[Array, "B N"]:
+    """Nodes to check: those of the width that brings the batch most for its time, where chances are known."""
+    if proposal.chance is None:
+        return proposal.valid
+    likely = jnp.sum(jnp.where(proposal.valid, proposal.chance, 0), axis=0)
+    brings = jnp.sum(progress.active) + jnp.pad(jnp.cumsum(likely), (1, 0))
+    batch, widths = len(progress.active), np.array(drafter.widths)
+    costs = np.array([step_cost(batch, width) for width in drafter.widths])
+    wanted = jnp.asarray(widths)[jnp.argmax(brings[widths - 1] / costs)]
+    return proposal.valid & (jnp.arange(1, drafter.tree.width) < wanted)
+
+
 def _run_one(choices: list[Callable[[Pool], Decision]], wanted: Int[Array, ""], pool: Pool) -> Decision:
     """The result of one of several functions of the pool: `lax.switch`, but with the pool updated where it lies.
 
@@ -73,13 +88,13 @@ def _run_one(choices: list[Callable[[Pool], Decision]], wanted: Int[Array, ""], 
     """
     if len(choices) == 1:
         return choices[0](pool)
-    verdict, logprobs, _ = jax.eval_shape(choices[0], pool)
-    empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (verdict, logprobs))
+    *rest, _ = jax.eval_shape(choices[0], pool)
+    empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), rest)
     carry = jnp.bool_(True), (*empty, pool)
     for index, choice in enumerate(choices):
         carry = jax.lax.while_loop(
             lambda carry, index=index: carry[0] & (wanted == index),
-            lambda carry, choice=choice: (jnp.bool_(False), choice(carry[1][2])),
+            lambda carry, choice=choice: (jnp.bool_(False), choice(carry[1][-1])),
             carry,
         )
     return carry[1]
@@ -103,19 +118,22 @@ def _decide(params: Params, program: Program, width: int, view: View, proposal: 
     ancestors = None if words is None else jnp.broadcast_to(jnp.asarray(words), (batch, *words.shape))
     hidden, pool = forward(params, program.model, program.pool, rows, tokens, positions, ancestors, pool, sequences)
     logits = logits_of(params, program.model, hidden)
-    verdict = verify(tree, logits, proposal, view.sampling, view.history, progress.ordinal)
+    judge = verify_typical if program.drafter.typical else verify
+    verdict = judge(tree, logits, proposal, view.sampling, view.history, progress.ordinal)
     if not tree.is_chain:
         accepted = jnp.where(progress.active, verdict.count, 0)
         pool = compact(program.pool, pool, sequences, verdict.path, accepted)
     top = min(MAX_LOGPROBS, program.model.vocab_size)
     logprobs = log_probabilities(logits, verdict.path, verdict.tokens, view.sampling, top)
+    last = jnp.take_along_axis(verdict.path, verdict.count[:, None] - 1, axis=1)
+    hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)[:, 0]
     missing = program.max_emitted - verdict.tokens.shape[1]
 
     def pad(a):
         return jnp.pad(a, ((0, 0), (0, missing), *[(0, 0)] * (a.ndim - 2)))
 
     verdict = verdict._replace(tokens=pad(verdict.tokens), path=pad(verdict.path))
-    return verdict, jax.tree.map(pad, logprobs), pool
+    return verdict, jax.tree.map(pad, logprobs), hidden, pool
 
 
 def _of_active(sampling: Sampling, active: Bool[Array, "B"]) -> Sampling:

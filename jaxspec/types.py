@@ -74,6 +74,10 @@ class Proposal(NamedTuple):
     """False where the drafter had nothing to say: such a node is never accepted."""
     q: Float[Array, "B N V"] | None = None
     """The distribution each token was drawn from; None where tokens were picked and not drawn."""
+    chance: Float[Array, "B N"] | None = None
+    """The drafter's estimate that each node will be accepted. Where it gives one, the round checks only as many of the
+    batch's nodes as bring the most tokens for their time. Not for tokens that were drawn: whether one of them is
+    checked must depend on its own request's history alone."""
 
 
 class Verdict(NamedTuple):
@@ -163,6 +167,9 @@ class Drafter(NamedTuple):
     propose: Callable[..., tuple[Proposal, Any, dict[str, Array]]]
     """`(params, state, pool, view, pool_spec) -> (Proposal, state, pool)`."""
     observe: Callable[..., Any]
-    """`(state, proposal, verdict, emitted) -> state` after verification; `emitted` [B] tokens of the verdict count."""
+    """`(state, proposal, verdict, emitted, hidden) -> state` after verification; `emitted` [B] tokens of the verdict
+    count, and `hidden` [B, E] is the target's hidden state of the last token that was accepted."""
     model: Any = None
     """The ModelSpec of the model that drafts, where one does: it has a pool, which prompts are written to as well."""
+    typical: bool = False
+    """Whether drafts are judged by `verify_typical`, which is not exact."""

@@ -4,12 +4,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import noise
 from jaxspec.sampling import distribution, draw, is_usable
 from jaxspec.tree import Tree
 from jaxspec.types import History, Proposal, Sampling, Verdict
+
+TYPICAL_EPSILON, TYPICAL_DELTA = 0.09, 0.3
 
 
 def verify(
@@ -47,23 +49,9 @@ def verify_coupled(
     The emitted tokens are those of plain sampling with the same seed, whatever was drafted; greedy is the noiseless
     case.
     """
-    depths = jnp.asarray(tree.depths)
-    keys = noise.noise_keys(
-        sampling.seed, sampling.sample, ordinal[:, None] + jnp.arange(tree.max_depth + 1), noise.TARGET
-    )
-    drawn, usable = draw(
-        logits,
-        sampling,
-        history,
-        partial(_path_counts, tree, proposal, logits.shape[-1]),
-        ordinal[:, None] + depths,
-        keys[:, depths],
-    )
+    drawn, usable = _drawn(tree, logits, proposal, sampling, history, ordinal)
     path, count = _walk(tree, proposal, drawn)
-    tokens = jnp.take_along_axis(drawn, path, axis=1)
-    on_path = jnp.arange(path.shape[1]) < count[:, None]
-    finite = jnp.all(jnp.take_along_axis(usable, path, axis=1) | ~on_path, axis=1)
-    return Verdict(tokens, path, count, finite)
+    return Verdict(jnp.take_along_axis(drawn, path, axis=1), path, count, _all_on(path, count, usable))
 
 
 def verify_rejection(
@@ -101,8 +89,59 @@ def verify_rejection(
     last = jnp.argmax(jnp.log(p) + noise_of_last, axis=-1).astype(jnp.int32)
     place = jnp.arange(path.shape[1])
     tokens = jnp.where(place < count[:, None] - 1, jnp.stack([*tokens, last], axis=1), last[:, None])
-    usable = jnp.take_along_axis(is_usable(logits), path, axis=1)
-    return Verdict(tokens, path, count, jnp.all(usable | (place >= count[:, None]), axis=1))
+    return Verdict(tokens, path, count, _all_on(path, count, is_usable(logits)))
+
+
+def verify_typical(
+    tree: Tree,
+    logits: Float[Array, "B W V"],
+    proposal: Proposal,
+    sampling: Sampling,
+    history: History,
+    ordinal: Int[Array, "B"],
+) -> Verdict:
+    """Accept a draft x where p(x) > min(ε, δ·exp(−H(p))), with ε = 0.09 and δ = 0.3, p the target's distribution there
+    and H its entropy in nats (Cai et al., 2024, section 2.3). NOT exact: likely drafts displace the target's own draw.
+
+    Of the longest accepted paths the likeliest is taken; the token after it is the target's own draw. Greedy rows are
+    exact still: all their probability is on one token.
+    """
+    drawn, usable = _drawn(tree, logits, proposal, sampling, history, ordinal)
+    depths, parents = jnp.asarray(tree.depths), jnp.asarray(tree.parents, jnp.int32)
+    counts = partial(_path_counts, tree, proposal, logits.shape[-1])
+    p = distribution(logits, sampling, history, counts, ordinal[:, None] + depths)
+    entropy = -jnp.sum(jnp.where(p > 0, p * jnp.log(p), 0), axis=-1)
+    least = jnp.minimum(TYPICAL_EPSILON, TYPICAL_DELTA * jnp.exp(-entropy))
+    chance = jnp.take_along_axis(p[:, parents], proposal.tokens[..., None], axis=-1)[..., 0]
+    fits = proposal.valid & (chance > least[:, parents])
+    score = [jnp.zeros(ordinal.shape)]
+    for node, parent in enumerate(tree.parents):
+        score.append(jnp.where(fits[:, node], score[parent] + jnp.log(chance[:, node]), -jnp.inf))
+    score = jnp.stack(score, axis=1)
+    depth = jnp.max(jnp.where(score > -jnp.inf, depths, 0), axis=1)
+    node = jnp.argmax(jnp.where(depths == depth[:, None], score, -jnp.inf), axis=1)
+    path = jnp.asarray(tree.paths)[node]
+    place = jnp.arange(path.shape[1])
+    ahead = jnp.take_along_axis(proposal.tokens, jnp.maximum(path[:, 1:] - 1, 0), axis=1)
+    tokens = jnp.where(place < depth[:, None], jnp.pad(ahead, ((0, 0), (0, 1))), _row(drawn, node)[:, None])
+    return Verdict(tokens, path, depth + 1, _all_on(path, depth + 1, usable))
+
+
+def _drawn(
+    tree: Tree, logits, proposal: Proposal, sampling: Sampling, history: History, ordinal
+) -> tuple[Int[Array, "B W"], Bool[Array, "B W"]]:
+    """The target's own token at every node, by the noise of its ordinal, and whether its logits were usable."""
+    depths = jnp.asarray(tree.depths)
+    at = ordinal[:, None] + jnp.arange(tree.max_depth + 1)
+    keys = noise.noise_keys(sampling.seed, sampling.sample, at, noise.TARGET)
+    counts = partial(_path_counts, tree, proposal, logits.shape[-1])
+    return draw(logits, sampling, history, counts, ordinal[:, None] + depths, keys[:, depths])
+
+
+def _all_on(path: Int[Array, "B path"], count: Int[Array, "B"], usable: Bool[Array, "B W"]) -> Bool[Array, "B"]:
+    """Whether all the nodes of a path are usable."""
+    on_path = jnp.arange(path.shape[1]) < count[:, None]
+    return jnp.all(jnp.take_along_axis(usable, path, axis=1) | ~on_path, axis=1)
 
 
 def _judge_children(

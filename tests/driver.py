@@ -1,6 +1,7 @@
 """A tiny random model and a driver of the decode loop without engine or text, for tests."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,8 @@ from jaxspec.drafters.none import NONE
 from jaxspec.kv.format import Format
 from jaxspec.kv.formats import get_format
 from jaxspec.kv.pool import PoolSpec
+from jaxspec.models.heads import HeadsSpec, init_heads
+from jaxspec.models.saving.heads import save_heads
 from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import init_params
 from jaxspec.program import Program
@@ -60,6 +63,29 @@ def random_params(seed: int = 0):
     """Parameters whose output varies with the context (freshly initialised models repeat themselves)."""
     params = init_params(SPEC, jax.random.key(seed))
     return Models(jax.tree.map(lambda a: a * 3 if a.ndim > 1 else a, params), {})
+
+
+def write_heads(
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    conditioned: int = 0,
+    own_output: bool = False,
+    tokens: Sequence[int] | None = None,
+    heads: int = 3,
+) -> Path:
+    """A folder of random heads; with `tokens` they guess these only, and of few tokens some are right."""
+    token_map = None if tokens is None else np.sort(np.int32(tokens))
+    vocab = spec.vocab_size if token_map is None else len(token_map)
+    shape = HeadsSpec(heads, spec.embed_dim, vocab, 1, own_output, conditioned)
+    params = init_heads(shape, jax.random.key(3), jnp.zeros((shape.vocab, shape.embed_dim)))
+    rng = np.random.default_rng(4)
+    # New heads all say what the model says.
+    params = jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 1.0, a.shape), jnp.float32), params)
+    if token_map is not None:
+        params["token_map"] = jnp.asarray(token_map)
+    save_heads(shape, params, folder, "vllm", {})
+    return folder
 
 
 def make_program(

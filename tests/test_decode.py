@@ -59,7 +59,7 @@ def scripted(tree: Tree, script: np.ndarray, wrong: float, widths: tuple[int, ..
         init=lambda batch, context: (),
         admit=lambda state, row, prompt, length: state,
         propose=propose,
-        observe=lambda state, proposal, verdict, emitted: state,
+        observe=lambda state, proposal, verdict, emitted, hidden: state,
     )
 
 

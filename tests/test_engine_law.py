@@ -21,7 +21,7 @@ from jaxspec.engine import PLACES_A_LEVEL, Engine
 from jaxspec.host.blocks import Pages
 from jaxspec.host.scheduler import Scheduler
 from jaxspec.models.loading import LoadedModel, load_model
-from tests.driver import SPEC, VOCAB, random_params
+from tests.driver import SPEC, VOCAB, random_params, write_heads
 from tests.oracles import toy_forward
 from tests.oracles.serving import (
     Results,
@@ -34,7 +34,7 @@ from tests.oracles.serving import (
     until_a_near_tie,
 )
 
-DRAFTERS = ["none", "ngram", "layer_skip", "draft_model"]
+DRAFTERS = ["none", "ngram", "layer_skip", "draft_model", "medusa", "ngram_medusa"]
 DRAFTED = 3
 
 
@@ -46,7 +46,17 @@ def tiny(tiny_model) -> LoadedModel:
 @pytest.fixture(scope="module")
 def toy(tiny) -> LoadedModel:
     layers = (jnp.zeros(1),) * toy_forward.SPEC.num_layers
-    return LoadedModel(toy_forward.SPEC, {"layers": layers}, tiny.tokenizer, "toy")
+    return LoadedModel(toy_forward.SPEC, {"layers": layers, "norm": {"weight": jnp.ones(2)}}, tiny.tokenizer, "toy")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> dict[int, str]:
+    """Folders of heads for the toy and the small transformer, by the size of their hidden states."""
+    folder = tmp_path_factory.mktemp("heads")
+    return {
+        2: str(write_heads(folder / "toy", toy_forward.SPEC, own_output=True)),
+        SPEC.embed_dim: str(write_heads(folder / "small", SPEC, conditioned=16)),
+    }
 
 
 @pytest.fixture
@@ -66,7 +76,7 @@ def made() -> dict:
 
 
 @pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch, made: dict) -> Callable[..., Engine]:
+def build(monkeypatch: pytest.MonkeyPatch, made: dict, heads: dict[int, str]) -> Callable[..., Engine]:
     """Makes an engine that prefills in chunks of any size, with rows of `row` tokens."""
 
     def get_drafter(config: EngineConfig, loaded: LoadedModel):
@@ -83,7 +93,8 @@ def build(monkeypatch: pytest.MonkeyPatch, made: dict) -> Callable[..., Engine]:
         monkeypatch.setattr("jaxspec.engine.PREFILL_ROW", row or min(chunk, 64))
         monkeypatch.setattr("jaxspec.engine.BATCH_BUCKETS", buckets)
         monkeypatch.setattr("jaxspec.engine.get_drafter", get_drafter)
-        options = {"draft_adaptive": False, "ngram_min": 1, "max_batch": 4, "draft_model": loaded.name} | options
+        names = {"draft_model": loaded.name, "medusa_heads": heads.get(loaded.spec.embed_dim)}
+        options = {"draft_adaptive": False, "ngram_min": 1, "max_batch": 4} | names | options
         config = EngineConfig(verify="coupled", draft_tokens=DRAFTED, prefill_chunk=chunk, **options)
         return Engine(loaded, config)
 
@@ -103,7 +114,7 @@ def chunks(page: int) -> list[int]:
     return [1, max(page - 1, 1), page, 3 * page + 5]
 
 
-CASES = [(1, "none"), (16, "none"), (3, "ngram"), (64, "layer_skip"), (3, "draft_model")]
+CASES = [(1, "none"), (16, "none"), (3, "ngram"), (64, "layer_skip"), (3, "draft_model"), (3, "medusa")]
 
 
 @pytest.mark.parametrize(("page", "drafter"), CASES)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.errors import ConfigError
-from jaxspec.tree import MAX_NODES, Tree
+from jaxspec.tree import MAX_NODES, Tree, grow
 
 
 @st.composite
@@ -83,3 +83,35 @@ def test_too_many_nodes_are_refused() -> None:
     assert Tree.chain(MAX_NODES).width == 64
     with pytest.raises(ConfigError, match="at most 63 nodes, not 64"):
         Tree((0,) * 64)
+
+
+@given(parents())
+def test_paths_lead_from_the_root(parents: tuple[int, ...]) -> None:
+    tree = Tree(parents)
+    for node in range(tree.width):
+        line = line_of(tree, node)[::-1]
+        assert tree.paths[node].tolist() == line + [0] * (tree.max_depth + 1 - len(line))
+
+
+def test_nodes_may_be_given_by_ranks() -> None:
+    assert Tree.of_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]) == Tree((0, 0, 1, 1, 2, 3))
+    assert np.flatnonzero(Tree.of_paths([(0,), (1,), (0, 0), (0, 0, 0)]).is_first_path).tolist() == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("paths", [[(1,)], [(0,), (0,)], [(0, 0)], [(0,), (1, 0)], [()], [(0,), (-1,)], [(0,), (0, 1)]])
+def test_nodes_without_a_parent_or_an_elder_sibling_are_refused(paths) -> None:
+    with pytest.raises(ConfigError, match="of a draft tree must come once"):
+        Tree.of_paths(paths)
+
+
+@given(st.lists(st.lists(st.floats(0.01, 0.9), min_size=1, max_size=4), min_size=1, max_size=3), st.integers(1, 30))
+def test_the_best_tree_has_the_likeliest_nodes(accuracy: list[list[float]], size: int) -> None:
+    """Against all nodes there are, sorted: where no guess is likelier than the one before it."""
+    accuracy = [sorted(row, reverse=True) for row in accuracy]
+    level, every = [1.0], []
+    for row in accuracy:
+        level = [chance * a for chance in level for a in row]
+        every += level
+    found = grow(accuracy, size)
+    np.testing.assert_allclose([chance for _, chance in found], sorted(every, reverse=True)[:size])
+    Tree.of_paths([ranks for ranks, _ in found])

@@ -12,6 +12,7 @@ from jaxspec import noise, sampling, verify
 from jaxspec.config import SamplingParams
 from jaxspec.tree import Tree
 from jaxspec.types import Proposal, Verdict
+from tests.oracles import numpy_sampler as oracle
 from tests.oracles.requests import Request, history_of, random_requests, sampling_of
 
 VOCAB = 9
@@ -219,6 +220,57 @@ def test_unusable_logits_count_only_on_the_path_that_was_walked(bad: float) -> N
     np.testing.assert_array_equal(verdict.finite, np.arange(len(REQUESTS)) % 2 == 1)
     assert verdict.tokens.min() >= 0
     assert verdict.tokens.max() < VOCAB
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_typical_acceptance_is_a_brute_force_search(name: str) -> None:
+    """Of all paths of nodes likely enough the longest, of those the likeliest; then the target's own draw."""
+    drafted, lengths = case(TREES[name], 5), []
+    verdict = verdict_of(drafted, jax.jit(verify.verify_typical, static_argnums=0))
+    own = verdict_of(drafted)
+    for row, request in enumerate(REQUESTS):
+        score, doubt = typical_scores(drafted, row)
+        if doubt:
+            continue
+        path, count = verdict.path[row].tolist(), int(verdict.count[row])
+        node = path[count - 1]
+        assert path[:count] == line_of(drafted.tree, node)
+        best = max(score, key=lambda n: (drafted.tree.depths[n], score[n]))
+        assert drafted.tree.depths[node] == drafted.tree.depths[best]
+        assert score[node] == pytest.approx(score[best], abs=1e-4)
+        assert verdict.tokens[row, : count - 1].tolist() == [drafted.tokens[row, n - 1] for n in path[1:count]]
+        lengths.append(count)
+        if request.params.temperature == 0:  # exact for greedy rows
+            assert count >= own.count[row]  # more where two siblings hold the same token
+            assert verdict.tokens[row, :count].tolist() == drafted.truth[row, :count].tolist()
+    assert {1, 2, 3} <= set(lengths)
+    assert len(lengths) > len(REQUESTS) / 2
+
+
+def line_of(tree: Tree, node: int) -> list[int]:
+    return ([*line_of(tree, tree.parents[node - 1])] if node else []) + [node]
+
+
+def typical_scores(drafted: Case, row: int) -> tuple[dict[int, float], bool]:
+    """Σ log p of every node that may be accepted, and whether one was too close to call."""
+    request, score, doubt = REQUESTS[row], {0: 0.0}, False
+    for node, parent in enumerate(drafted.tree.parents, start=1):
+        if parent not in score or not drafted.valid[row, node - 1]:
+            continue
+        text = tuple(int(drafted.tokens[row, n - 1]) for n in line_of(drafted.tree, parent)[1:])
+        output = (*request.output, *text)
+        adjusted = oracle.adjusted(
+            drafted.logits[row, parent], request.params, request.prompt, output, request.stop_ids
+        )
+        p = oracle.probabilities(adjusted, request.params)
+        if request.params.temperature:
+            doubt |= oracle.doubtful(adjusted / request.params.temperature, request.params).any()
+        entropy = -np.sum(p[p > 0] * np.log(p[p > 0]))
+        least, chance = min(0.09, 0.3 * np.exp(-entropy)), p[drafted.tokens[row, node - 1]]
+        doubt |= abs(chance - least) < 1e-5
+        if chance > least:
+            score[node] = score[parent] + np.log(chance)
+    return score, bool(doubt)
 
 
 # The faults that these checks are for

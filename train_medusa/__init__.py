@@ -1,1 +1,1 @@
-"""Training of Medusa heads: imports jaxspec, which never imports it back. The job comes with the Medusa work."""
+"""Training of Medusa heads: `python -m train_medusa --help`. It imports jaxspec, which never imports it back."""

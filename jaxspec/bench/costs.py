@@ -103,7 +103,7 @@ def _fixed(tree: Tree) -> Drafter:
         init=lambda batch, context: (),
         admit=lambda state, row, prompt, length: state,
         propose=propose,
-        observe=lambda state, proposal, verdict, emitted: state,
+        observe=lambda state, proposal, verdict, emitted, hidden: state,
     )
 
 
@@ -160,6 +160,7 @@ def _draft_rounds(program: Program, params: Models, state: DecodeState) -> tuple
     """
     drafter, path = program.drafter, program.max_emitted
     one = jnp.ones_like(state.progress.token)
+    hidden = jnp.ones((one.shape[0], program.model.embed_dim), params.target["norm"]["weight"].dtype)
 
     def body(_, carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
         state, drafted = carry
@@ -171,7 +172,7 @@ def _draft_rounds(program: Program, params: Models, state: DecodeState) -> tuple
         tokens = jnp.broadcast_to(token, (one.shape[0], path))
         count = jnp.sum(proposal.valid, axis=1)
         verdict = Verdict(tokens, jnp.zeros_like(tokens), jnp.minimum(count + 1, path), one > 0)
-        drafter_state = drafter.observe(drafter_state, proposal, verdict, one)
+        drafter_state = drafter.observe(drafter_state, proposal, verdict, one, hidden)
         return state._replace(drafter=drafter_state, draft_pool=draft_pool), drafted + jnp.max(count)
 
     return jax.lax.fori_loop(0, ROUNDS, body, (state, jnp.int32(0)))

@@ -46,8 +46,11 @@ DRAFTING = {
     "draft_adaptive",
     "draft_temperature",
     "verify",
+    "medusa_heads",
 }
-"""Pace, too, but where drafts are verified by rejection: there another draft is another text for the same seed."""
+"""Pace, too, but where drafts are not verified by the coupled rule: there another draft is another text."""
+PICKING = ("none", "ngram", "medusa", "ngram_medusa")
+"""Drafters that are verified by the coupled rule unless told otherwise."""
 
 
 class Job(NamedTuple):
@@ -139,7 +142,7 @@ def _read_job(index: int, line: int, text: bytes, settings: DecodeConfig) -> Job
 
 def _digest(label: dict[str, Any], source: str | Messages, params: SamplingParams, engine: EngineConfig) -> str:
     """Equal for two rows that ask the same of the same model with the same options."""
-    picked = engine.verify == "coupled" or engine.drafter in ("none", "ngram")
+    picked = engine.verify == "coupled" or (engine.verify == "auto" and engine.drafter in PICKING)
     pace = PACE | DRAFTING if picked or params.temperature == 0 else PACE
     decisive = [
         {name: value for name, value in msgspec.structs.asdict(struct).items() if name not in pace}

@@ -54,18 +54,24 @@ SAMPLING = {
 
 ENGINE = {
     "model": Flag(str, "A name in configs/models, a Hugging Face folder, a .gguf file or a hub id."),
-    "drafter": Flag(str, "Who drafts tokens for the model to check: ngram copies from the text; none decodes plainly."),
-    "draft_tokens": Flag(int, "Tokens drafted a round at most."),
+    "drafter": Flag(
+        str,
+        "Who drafts tokens for the model to check: ngram copies from the text, medusa has trained heads, ngram_medusa "
+        "both; none decodes plainly.",
+    ),
+    "draft_tokens": Flag(int, "Tokens drafted a round at most, in a chain or a tree; 7, or what suits the heads."),
     "draft_adaptive": Flag(bool, "Draft fewer, or none, where a request's own drafts keep being rejected."),
     "draft_temperature": Flag(
-        float, "draft_model, layer_skip: temperature of drafts where the request has one; the request's if not given."
+        float, "Temperature of drafts that are drawn where the request has one; the request's if not given."
     ),
     "verify": Flag(
         str,
-        "rejection accepts most; coupled keeps a seed's text that of plain decoding; auto: as the drafter needs.",
+        "rejection accepts most; coupled keeps a seed's text that of plain decoding; auto: as the drafter needs; "
+        "typical, for medusa, is not exact.",
     ),
     "draft_model": Flag(str, "draft_model: the model that drafts, given like --model; of the same vocabulary."),
     "draft_layers": Flag(int, "layer_skip: first layers of the model that draft; a third of them if not given."),
+    "medusa_heads": Flag(str, "medusa: folder or file of the heads; those that come with the model if not given."),
     "ngram_max": Flag(int, "ngram: look up where up to this many of the last tokens stood before."),
     "ngram_min": Flag(int, "ngram: draft nothing where fewer than this many of the last tokens stood before."),
     "weights": Flag(

@@ -21,6 +21,13 @@ def check_drafter(name: str) -> None:
 
 
 def get_drafter(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
-    """The drafter that a configuration names, and its own parameters. ConfigError lists the names there are."""
+    """The drafter that a configuration names, and its own parameters.
+
+    ConfigError lists the names there are, or the rules of verification that its drafts allow.
+    """
     check_drafter(config.drafter)
-    return importlib.import_module(f"{__name__}.{config.drafter}").build(config, target)
+    module = importlib.import_module(f"{__name__}.{config.drafter}")
+    if config.verify not in ("auto", *module.RULES):
+        rules = ", ".join(module.RULES)
+        raise ConfigError(f"{config.drafter} cannot be verified by {config.verify}: verify must be auto, {rules}")
+    return module.build(config, target)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec import noise
-from jaxspec.config import EngineConfig
+from jaxspec.config import DRAFT_TOKENS, EngineConfig
 from jaxspec.drafters import _pace
 from jaxspec.drafters._text import Text, begin, extend, new_text, read
 from jaxspec.kv.pool import Pool, PoolSpec
@@ -41,7 +41,7 @@ def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> 
     For the rejection rule with noise of its own; for the coupled rule with the target's, so that equal distributions
     draw alike.
     """
-    count, adaptive, coupled = config.draft_tokens, config.draft_adaptive, config.verify == "coupled"
+    count, adaptive, coupled = config.draft_tokens or DRAFT_TOKENS, config.draft_adaptive, config.verify == "coupled"
     widths = _pace.row_widths(count, adaptive)
     cost = _pace.relative_cost(model, target)
     purpose = noise.TARGET if coupled else noise.DRAFT
@@ -162,7 +162,9 @@ def _admit(state: State, row: Int[Array, ""], prompt: Int[Array, "S"], length: I
     return State(text, state.written.at[row].set(length - 1), _pace.restart(state.pace, row))
 
 
-def _observe(state: State, proposal: Proposal, verdict: Verdict, emitted: Int[Array, "B"]) -> State:
+def _observe(
+    state: State, proposal: Proposal, verdict: Verdict, emitted: Int[Array, "B"], hidden: Float[Array, "B E"]
+) -> State:
     text = extend(state.text, verdict, emitted)
     # What was written for drafts that were rejected is wrong.
     written = jnp.minimum(state.written, text.length - 1)

@@ -6,6 +6,8 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.loading import LoadedModel, load_model
 from jaxspec.types import Drafter, Params
 
+RULES = ("coupled", "rejection")
+
 
 def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     """Loads `draft_model`. ConfigError where it is not given or cannot follow the target."""

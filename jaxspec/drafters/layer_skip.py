@@ -8,6 +8,8 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.loading import LoadedModel
 from jaxspec.types import Drafter, Params
 
+RULES = ("coupled", "rejection")
+
 
 def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     """Drafts with the first `draft_layers` layers, the target's norm and its output projection."""

@@ -3,16 +3,17 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import EngineConfig
+from jaxspec.config import DRAFT_TOKENS, EngineConfig
 from jaxspec.drafters import _pace
 from jaxspec.drafters._text import Text, begin, extend, new_text
-from jaxspec.errors import ConfigError
 from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.loading import LoadedModel
 from jaxspec.tree import Tree
 from jaxspec.types import Drafter, Params, Proposal, Verdict, View
+
+RULES = ("coupled",)
 
 
 class State(NamedTuple):
@@ -23,10 +24,9 @@ class State(NamedTuple):
 
 
 def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
-    """Looks up matches of `ngram_max` down to `ngram_min` tokens. ConfigError where the rejection rule is asked for."""
-    if config.verify == "rejection":
-        raise ConfigError("ngram picks its drafts and draws none: verify must be auto or coupled, not rejection")
-    return prompt_lookup(config.draft_tokens, config.draft_adaptive, config.ngram_max, config.ngram_min), {}
+    """Looks up matches of `ngram_max` down to `ngram_min` tokens."""
+    count = config.draft_tokens or DRAFT_TOKENS
+    return prompt_lookup(count, config.draft_adaptive, config.ngram_max, config.ngram_min), {}
 
 
 def prompt_lookup(count: int, adaptive: bool, longest: int, shortest: int) -> Drafter:
@@ -36,17 +36,21 @@ def prompt_lookup(count: int, adaptive: bool, longest: int, shortest: int) -> Dr
     def propose(
         params: Params, state: State, pool: Pool, view: View, pool_spec: PoolSpec | None
     ) -> tuple[Proposal, State, Pool]:
-        end, found = _longest_match(state.text, longest, shortest)
-        # A match that reaches the end of the text goes on with its own drafts: text that repeats keeps repeating.
-        text = state.text
-        period = jnp.maximum(text.length - 1 - end, 1)[:, None]
-        source = end[:, None] + 1 + jnp.arange(count) % period
-        tokens = jnp.take_along_axis(text.tokens, jnp.minimum(source, text.tokens.shape[1] - 1), axis=1)
-        wanted = _pace.best_length(state.pace, widths) if adaptive else jnp.full_like(end, count)
-        valid = found[:, None] & (jnp.arange(count) < wanted[:, None])
-        return Proposal(tokens, valid), state, pool
+        tokens, found = look_up(state.text, count, longest, shortest)
+        valid = jnp.broadcast_to(found[:, None], tokens.shape)
+        chance = _pace.rate(state.pace)[:, None] ** jnp.arange(1, count + 1)
+        return Proposal(tokens, valid, chance=chance if adaptive else None), state, pool
 
     return Drafter(Tree.chain(count), widths, _init, _admit, propose, _observe)
+
+
+def look_up(text: Text, count: int, longest: int, shortest: int) -> tuple[Int[Array, "B count"], Bool[Array, "B"]]:
+    """What followed the longest earlier copy of a row's last tokens, and whether there is one."""
+    end, found = _longest_match(text, longest, shortest)
+    # A match that reaches the end of the text goes on with its own drafts: text that repeats keeps repeating.
+    period = jnp.maximum(text.length - 1 - end, 1)[:, None]
+    source = end[:, None] + 1 + jnp.arange(count) % period
+    return jnp.take_along_axis(text.tokens, jnp.minimum(source, text.tokens.shape[1] - 1), axis=1), found
 
 
 def _init(batch: int, context: int) -> State:
@@ -57,7 +61,9 @@ def _admit(state: State, row: Int[Array, ""], prompt: Int[Array, "S"], length: I
     return State(begin(state.text, row, prompt, length), _pace.restart(state.pace, row))
 
 
-def _observe(state: State, proposal: Proposal, verdict: Verdict, emitted: Int[Array, "B"]) -> State:
+def _observe(
+    state: State, proposal: Proposal, verdict: Verdict, emitted: Int[Array, "B"], hidden: Float[Array, "B E"]
+) -> State:
     pace = _pace.learn(state.pace, jnp.sum(proposal.valid, axis=1), verdict.count - 1)
     return State(extend(state.text, verdict, emitted), pace)
 

@@ -8,6 +8,8 @@ from jaxspec.models.loading import LoadedModel
 from jaxspec.tree import Tree
 from jaxspec.types import Drafter, Params, Proposal, View
 
+RULES = ("coupled", "rejection")
+
 
 def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     """Proposes nothing and remembers nothing."""
@@ -27,5 +29,5 @@ NONE = Drafter(
     init=lambda batch, context: (),
     admit=lambda state, row, prompt, length: state,
     propose=_propose,
-    observe=lambda state, proposal, verdict, emitted: state,
+    observe=lambda state, proposal, verdict, emitted, hidden: state,
 )

@@ -32,12 +32,14 @@ class Projection(nn.Module):
 
     features: tuple[int, ...]
     use_bias: bool = False
+    initializer: nn.initializers.Initializer | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "..."]:
         shape = (*self.features, x.shape[-1])
         if self.is_initializing():
-            weight = self.param("weight", nn.initializers.normal(shape[-1] ** -0.5), shape, x.dtype)
+            init = self.initializer or nn.initializers.normal(shape[-1] ** -0.5)
+            weight = self.param("weight", init, shape, x.dtype)
         else:  # where it may be quantised, which `param` would not take
             weight = self.get_variable("params", "weight")
         y = linear(x, weight)

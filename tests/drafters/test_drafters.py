@@ -15,11 +15,11 @@ from jaxspec.models.loading import LoadedModel, load_model
 from jaxspec.sampling import sampling_row
 from jaxspec.tree import Tree
 from jaxspec.types import Drafter, History, Models, Params, Progress, Proposal, Sequences, Verdict, View
-from tests.driver import SPEC, Job, Result, decode_all, make_program, random_params
+from tests.driver import SPEC, Job, Result, decode_all, make_program, random_params, write_heads
 from tests.test_decode import MIX
 
 BATCH, PROMPT, CONTEXT = 5, 12, 24
-VOCAB, KNOWN = 512, 300
+VOCAB, KNOWN, EMBED = 512, 300, 64
 """Rows of the tiny model's embedding, and a bound below which every id is a token."""
 
 
@@ -28,14 +28,21 @@ def target(tiny_model) -> LoadedModel:
     return load_model(str(tiny_model), progress=False)
 
 
-DRAWN = ["draft_model", "layer_skip"]
-"""Drafters that draw their drafts, and so have two rules."""
+OTHERWISE = [("draft_model", "coupled"), ("layer_skip", "coupled"), ("medusa", "rejection"), ("medusa", "typical")]
+"""Rules that are not a drafter's own choice."""
 
 
-@pytest.fixture(params=[*((name, "auto") for name in drafter_names()), *((name, "coupled") for name in DRAWN)])
-def built(request: pytest.FixtureRequest, target: LoadedModel, tiny_model):
+@pytest.fixture(scope="module")
+def tiny_heads(target: LoadedModel, tmp_path_factory) -> str:
+    return str(write_heads(tmp_path_factory.mktemp("heads"), target.spec))
+
+
+@pytest.fixture(params=[*((name, "auto") for name in drafter_names()), *OTHERWISE])
+def built(request: pytest.FixtureRequest, target: LoadedModel, tiny_model, tiny_heads: str):
     name, verify = request.param
-    config = EngineConfig(drafter=name, draft_tokens=3, draft_model=str(tiny_model), verify=verify)
+    config = EngineConfig(
+        drafter=name, draft_tokens=3, draft_model=str(tiny_model), medusa_heads=tiny_heads, verify=verify
+    )
     return get_drafter(config, target)
 
 
@@ -95,6 +102,12 @@ def verdict(drafter: Drafter) -> Verdict:
     return Verdict(tokens, jnp.zeros((BATCH, depth), jnp.int32), count, jnp.ones(BATCH, bool))
 
 
+def outcome(drafter: Drafter) -> tuple[Verdict, jax.Array, jax.Array]:
+    """What a drafter is told of a round: the verdict, how much of it counts, and hidden states."""
+    hidden = np.random.default_rng(2).normal(0, 1, (BATCH, EMBED)).astype(np.float32)
+    return verdict(drafter), verdict(drafter).count, jnp.asarray(hidden)
+
+
 def shapes(tree) -> list:
     return jax.tree.leaves(jax.tree.map(lambda a: (jnp.shape(a), jnp.asarray(a).dtype), tree))
 
@@ -126,7 +139,7 @@ def test_every_step_keeps_the_state_in_shape(drafter: Drafter, params) -> None:
     wanted = jax.tree.structure(state), shapes(state)
     after_admit = admitted(drafter, list(range(BATCH)))
     found, after_propose = propose(drafter, params, after_admit, progress())
-    after_observe = jax.jit(drafter.observe)(after_propose, found, verdict(drafter), verdict(drafter).count)
+    after_observe = jax.jit(drafter.observe)(after_propose, found, *outcome(drafter))
     for after in (after_admit, after_propose, after_observe):
         assert (jax.tree.structure(after), shapes(after)) == wanted
 
@@ -138,7 +151,7 @@ def test_it_is_pure(drafter: Drafter, params) -> None:
     calls = [propose(drafter, params, state, progress(), jit) for jit in (True, True, False)]
     assert equal(calls[0], calls[1])
     assert equal(calls[0], calls[2])
-    observed = [drafter.observe(calls[0][1], calls[0][0], verdict(drafter), verdict(drafter).count) for _ in range(2)]
+    observed = [drafter.observe(calls[0][1], calls[0][0], *outcome(drafter)) for _ in range(2)]
     assert equal(*observed)
     assert equal(state, kept)
 
@@ -157,8 +170,11 @@ def test_a_row_does_not_depend_on_its_mates(drafter: Drafter, params) -> None:
     there = here._replace(token=jnp.where(jnp.isin(jnp.arange(BATCH), kept), here.token, (here.token + 3) % KNOWN))
     rounds = []
     for prompts, state_of in (([0, 1, 2, 3, 4], here), ([0, 8, 9, 3, 7], there)):
-        found, state = propose(drafter, params, admitted(drafter, prompts), state_of)
-        rounds.append((found, drafter.observe(state, found, verdict(drafter), verdict(drafter).count)))
+        state = admitted(drafter, prompts)
+        for _ in range(2):  # some drafters know nothing in the first round
+            found, state = propose(drafter, params, state, state_of)
+            state = drafter.observe(state, found, *outcome(drafter))
+        rounds.append((found, state))
     assert equal(*(jax.tree.map(lambda a: a[kept], r) for r in rounds))
 
 
@@ -197,10 +213,13 @@ def plain() -> dict[int, Result]:
 @pytest.mark.parametrize("adaptive", [True, False])
 @pytest.mark.parametrize("name", [name for name in drafter_names() if name != "none"])
 def test_law_1_the_tokens_are_those_of_plain_decoding(
-    unoptimised, name: str, adaptive: bool, target: LoadedModel, plain
+    unoptimised, name: str, adaptive: bool, target: LoadedModel, plain, tmp_path
 ) -> None:
     params = random_params()
-    config = EngineConfig(drafter=name, draft_tokens=4, draft_adaptive=adaptive, ngram_min=1, verify="coupled")
+    heads = str(write_heads(tmp_path / "heads", SPEC, conditioned=16))
+    config = EngineConfig(
+        drafter=name, draft_tokens=4, draft_adaptive=adaptive, ngram_min=1, verify="coupled", medusa_heads=heads
+    )
     drafter, draft_params = law_drafter(config, target, params)
     decode = partial(
         decode_all, Models(params.target, draft_params), make_program(drafter, pages=160), batch=len(plain)

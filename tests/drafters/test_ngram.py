@@ -63,7 +63,7 @@ def test_output_is_searched_too_and_another_request_is_not() -> None:
         jnp.tile(jnp.asarray([[9, 1, 2, 30]]), (5, 1)), jnp.zeros((5, 4), jnp.int32), jnp.full(5, 3), jnp.ones(5, bool)
     )
     silent = Proposal(jnp.zeros((5, 3), jnp.int32), jnp.zeros((5, 3), bool))
-    state = drafter.observe(state, silent, verdict, jnp.asarray([3, 0, 0, 0, 0]))
+    state = drafter.observe(state, silent, verdict, jnp.asarray([3, 0, 0, 0, 0]), jnp.zeros((5, 1)))
     proposal, _, _ = drafter.propose({}, state, {}, view(progress()), None)
     assert proposal.tokens[0].tolist() == [3, 4, 9]
     assert proposal.valid.tolist() == [[True] * 3, *[[False] * 3] * 4]
@@ -75,14 +75,14 @@ def test_the_pace_follows_a_rows_own_luck() -> None:
     drafted = jnp.asarray([7, 7, 7])
     for _ in range(6):
         pace = _pace.learn(pace, drafted, jnp.asarray([7, 0, 3]))
-    lengths = _pace.best_length(pace, widths).tolist()
+    lengths = _pace.best_length(pace, widths, 0.0).tolist()
     assert lengths[0] == 7
     assert lengths[1] == 0
     # A row that gave up tries again after a while.
     for _ in range(60):
         pace = _pace.learn(pace, jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32))
-    assert _pace.best_length(pace, widths)[1] > 0
+    assert _pace.best_length(pace, widths, 0.0)[1] > 0
     assert (
-        _pace.best_length(_pace.restart(pace, jnp.int32(0)), widths)[0]
-        == _pace.best_length(_pace.new_pace(1), widths)[0]
+        _pace.best_length(_pace.restart(pace, jnp.int32(0)), widths, 0.0)[0]
+        == _pace.best_length(_pace.new_pace(1), widths, 0.0)[0]
     )

@@ -1,0 +1,118 @@
+"""Heads on the target's own hidden state draft a static tree (Medusa: Cai et al., 2024; Hydra: Ankner et al., 2024)."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.config import EngineConfig
+from jaxspec.cost import step_cost
+from jaxspec.drafters import _heads, _pace
+from jaxspec.kv.pool import Pool, PoolSpec
+from jaxspec.models.loading import LoadedModel
+from jaxspec.types import Drafter, Params, Proposal, Verdict, View
+
+RULES = ("coupled", "rejection", "typical")
+MEMORY = 0.95
+"""Weight of a round's outcome after each further round with drafts."""
+DOUBT = 4.0
+"""Expected tokens that a new request is thought to have got."""
+
+
+class State(NamedTuple):
+    """What the heads look at, and how they have done."""
+
+    hidden: Float[Array, "B E"]
+    """The target's hidden state of the token before the root."""
+    known: Bool[Array, "B"]
+    """Whether it is there: a request's first round has none, for what came before it may have been in the cache."""
+    pace: _pace.Pace
+    """Tokens that were accepted, and that the heads expected to be."""
+
+
+def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
+    """Drafts `draft_tokens` nodes of the tree that lies beside the heads; fewer, if adaptive, where the heads doubt."""
+    heads, params = _heads.load(config, target)
+    return head_drafter(heads, config, target.params["norm"]["weight"].dtype), params
+
+
+def head_drafter(heads: _heads.Heads, config: EngineConfig, dtype: Any) -> Drafter:
+    """The drafter of heads that are loaded; `dtype` is that of the target's hidden states."""
+    widths = _pace.row_widths(heads.tree.size, config.draft_adaptive)
+    draft = _drawn if config.verify == "rejection" else picked
+
+    def propose(
+        params: Params, state: State, pool: Pool, view: View, pool_spec: PoolSpec | None
+    ) -> tuple[Proposal, State, Pool]:
+        return draft(heads, config, params, state, view), state, pool
+
+    learn = partial(observe, jnp.asarray(heads.chances))
+    return Drafter(
+        heads.tree, widths, partial(init, heads, dtype), admit, propose, learn, typical=config.verify == "typical"
+    )
+
+
+def init(heads: _heads.Heads, dtype: Any, batch: int, context: int) -> State:
+    """Nothing is known of any row."""
+    return State(jnp.zeros((batch, heads.spec.embed_dim), dtype), jnp.zeros(batch, bool), _pace.new_pace(batch))
+
+
+def picked(
+    heads: _heads.Heads,
+    config: EngineConfig,
+    params: Params,
+    state: State,
+    view: View,
+    wanted: Bool[Array, "B"] | bool = True,
+) -> Proposal:
+    """The heads' likeliest tokens, in rows that want some."""
+    ready = view.progress.active & state.known & wanted
+    floor = _heads.FLOOR if config.draft_adaptive else 0.0
+    tokens, chance = _heads.guess(heads, params, state.hidden, view.progress.token, ready, floor)
+    valid = ready[:, None] & (chance > 0)
+    return Proposal(tokens, valid, chance=chance * trust(state.pace)[:, None] if config.draft_adaptive else None)
+
+
+def _drawn(heads: _heads.Heads, config: EngineConfig, params: Params, state: State, view: View) -> Proposal:
+    """Tokens drawn from what the heads say; how many is settled before they are drawn."""
+    ready = view.progress.active & state.known
+    proposal = _heads.draw(heads, params, state.hidden, view, config.draft_temperature)
+    if not config.draft_adaptive:
+        return proposal._replace(valid=proposal.valid & ready[:, None])
+    widths = np.array(_pace.row_widths(heads.tree.size, True))
+    brings = np.cumsum([1.0, *heads.chances])[widths - 1] - 1.0
+    gains = (1.0 + brings * trust(state.pace)[:, None]) / np.array([step_cost(1, int(width)) for width in widths])
+    wanted = jnp.asarray(widths)[jnp.argmax(gains, axis=1)]
+    return proposal._replace(
+        valid=proposal.valid & ready[:, None] & (jnp.arange(1, heads.tree.width) < wanted[:, None])
+    )
+
+
+def trust(pace: _pace.Pace) -> Float[Array, "B"]:
+    """Tokens accepted for each that was expected to be."""
+    return (pace.hits + DOUBT) / (pace.trials + DOUBT)
+
+
+def admit(state: State, row: Int[Array, ""], prompt: Int[Array, "S"], length: Int[Array, ""]) -> State:
+    """A request takes the row."""
+    return State(state.hidden.at[row].set(0), state.known.at[row].set(False), _pace.restart(state.pace, row))
+
+
+def observe(
+    usual: Float[Array, "N"],
+    state: State,
+    proposal: Proposal,
+    verdict: Verdict,
+    emitted: Int[Array, "B"],
+    hidden: Float[Array, "B E"],
+) -> State:
+    """Keep the hidden state that the next round's heads look at, and what became of this round's guesses."""
+    chance = usual if proposal.chance is None else proposal.chance / trust(state.pace)[:, None]
+    expected = jnp.sum(jnp.where(proposal.valid, chance, 0), axis=1)
+    keep = jnp.where(expected > 0, MEMORY, 1.0)
+    accepted = jnp.where(expected > 0, verdict.count - 1, 0)
+    pace = _pace.Pace(state.pace.hits * keep + accepted, state.pace.trials * keep + expected)
+    moved = emitted > 0
+    return State(jnp.where(moved[:, None], hidden, state.hidden), state.known | moved, pace)
