@@ -138,7 +138,7 @@ def _evaluate(loaded: "LoadedModel", texts: "list[Text]", output: Path, stages: 
 
     from jaxspec.models.loading.heads import load_heads
     from train_medusa.evaluate import accuracies, runs_of, score
-    from train_medusa.select_tree import choose, table_of
+    from train_medusa.select_tree import choose, heads_table, table_of
 
     folder = output / "heads"
     spec, params = load_heads(folder, loaded.spec, loaded.params["norm"]["weight"].dtype)
@@ -158,6 +158,7 @@ def _evaluate(loaded: "LoadedModel", texts: "list[Text]", output: Path, stages: 
         "predicted": runs[chosen].tau / (expected.verify + expected.draft),
     }
     (output / "evaluation.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    Console().print(heads_table(tally))
     Console().print(table_of(choices))
     for size, run in runs.items():
         stages.tell(f"{size} nodes: τ {run.tau:.2f}, {run.speed / plain.speed:.2f} times plain decoding")

@@ -22,8 +22,8 @@ from jaxspec.models.loading import LoadedModel, load_model
 from jaxspec.models.loading.heads import load_heads
 from jaxspec.tree import grow
 from train_medusa.config import DataConfig
-from train_medusa.evaluate import by_rank, engine_of, score
-from train_medusa.loss import Tally
+from train_medusa.evaluate import accuracies, by_rank, engine_of, score
+from train_medusa.loss import TOP, Tally
 from train_medusa.texts import read_texts
 
 SIZES = (1, 3, 5, 7, 11, 15, 23, 31, 47, 63)
@@ -90,6 +90,15 @@ def choose(
     return best, choices
 
 
+def heads_table(tally: Tally) -> Table:
+    """How often each head is right."""
+    table = Table("head", *(f"top {top}" for top in TOP), "can guess", title="Labels among a head's first guesses")
+    for head, of_head in enumerate(accuracies(tally)):
+        shares = *(of_head[f"top{top}"] for top in TOP), of_head["guessable"]
+        table.add_row(str(head), *(f"{100 * share:.1f} %" for share in shares))
+    return table
+
+
 def table_of(choices: Sequence[Choice]) -> Table:
     """The sizes side by side."""
     table = Table("nodes", "τ expected", "verify", "draft", "speedup", title="Draft trees, costs in plain steps")
@@ -115,7 +124,9 @@ def main(
     loaded = load_model(model)
     spec, params = load_heads(heads, loaded.spec, loaded.params["norm"]["weight"].dtype)
     texts = read_texts(DataConfig(files=[str(prompts)], limit=limit), loaded, heads / "select_tree", console.print)
-    best, choices = choose(loaded, heads, score(spec, params, loaded, texts), console.print)
+    tally = score(spec, params, loaded, texts)
+    Console().print(heads_table(tally))
+    best, choices = choose(loaded, heads, tally, console.print)
     Console().print(table_of(choices), f"{heads / TREE_FILE} is written: {best} nodes are fastest here")
 
 

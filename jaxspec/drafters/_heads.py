@@ -190,6 +190,17 @@ def draw(heads: Heads, params: Params, hidden: Float[Array, "B E"], view: View, 
 
     Greedy rows get the likeliest tokens, of which the target's own is then accepted: their q is 0.
     """
+    batch, size, vocab = len(view.progress.token), heads.tree.size, heads.model.vocab_size
+
+    def pick() -> Proposal:
+        tokens, chance = guess(heads, params, hidden, view.progress.token, jnp.ones(batch, bool), 0.0)
+        return Proposal(tokens, chance > 0, jnp.zeros((batch, size, vocab)))
+
+    hot = view.sampling.temperature > 0
+    return jax.lax.cond(jnp.any(hot), lambda: _draw(heads, params, hidden, view, temperature), pick)
+
+
+def _draw(heads: Heads, params: Params, hidden: Float[Array, "B E"], view: View, temperature: float | None) -> Proposal:
     progress, size, vocab = view.progress, heads.tree.size, heads.model.vocab_size
     batch = len(progress.token)
     hot = view.sampling.temperature > 0

@@ -73,7 +73,7 @@ def paged_attention(
 
 
 def _over_pages(asked: _Asked, sums: _Sums, used: Int[Array, "R"], arrays, read, width: int, page: int) -> _Sums:
-    """Add the pages that rows use, which is fewer from row to row; halves of the rows drop out as they are done."""
+    """Add the pages that rows use: fewer from row to row where there are many; the half that is done drops out."""
     size, begin = len(used), jnp.int32(0)
     while True:
         half = (size + 1) // 2 if size > FEW else 0
@@ -86,7 +86,7 @@ def _over_pages(asked: _Asked, sums: _Sums, used: Int[Array, "R"], arrays, read,
                 visible &= (slots < part.tail.start[:, None])[:, None, :]
             return _add(sums, part.queries, read(arrays, pages, 0), read(arrays, pages, 1), visible)
 
-        end = jnp.maximum(begin, used[half])
+        end = jnp.maximum(begin, used[half] if half else jnp.max(used))
         done = jax.lax.fori_loop(begin, end, add_page, jax.tree.map(lambda a, size=size: a[:size], sums))
         sums = jax.tree.map(lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new, 0, 0), sums, done)
         if not half:

@@ -108,6 +108,21 @@ def test_decoding_ragged_sequences(heads: int, group: int) -> None:
     case.check(case.run())
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 6])
+def test_any_number_of_rows_in_any_order_of_length(count: int) -> None:
+    """The longest row may come first or last, and fewer rows than are worth dividing may be all there are."""
+    case = Case(rows_over([3, 60, 2 * PAGE, 5, PAGE * TABLE_WIDTH - 1, 30, 9][:count], 1), 1)
+    rows = Rows(*jnp.array(case.rows, jnp.int32).T)
+    found = attend(
+        jnp.asarray(case.q[:count]),
+        {"kv": jnp.asarray(case.pool)},
+        rows=rows,
+        page_table=jnp.asarray(case.table),
+        ancestors=None,
+    )
+    case.check(np.asarray(found))
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_trees_see_their_own_line_only(name: str) -> None:
     tree = TREES[name]
