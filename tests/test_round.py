@@ -30,7 +30,7 @@ def test_a_row_by_itself_drafts_as_far_as_it_pays():
 def test_one_row_does_not_make_the_whole_batch_pay():
     assert checked([0.95] + [0.0] * 31) == [0] * 32
     assert checked([0.95] * 32) == [7] * 32
-    assert checked([0.95] * 6 + [0.0] * 2) == [7] * 6 + [0] * 2
+    assert checked([0.95] * 6 + [0.0] * 2) == [3] * 6 + [0] * 2
 
 
 def test_all_are_checked_where_no_chance_is_given():
@@ -46,3 +46,4 @@ def test_a_wider_step_costs_more_and_a_larger_batch_feels_it_sooner():
         costs = [step_cost(batch, width) for width in (1, 2, 4, 8, 16, 64)]
         assert costs == sorted(costs)
     assert step_cost(32, 8) > step_cost(8, 8) > step_cost(1, 8)
+    assert step_cost(9, 4) == step_cost(32, 4) == step_cost(500, 4)

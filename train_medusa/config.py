@@ -153,8 +153,8 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError('medusa-2 changes the hidden states as it trains: set [data] hidden = "computed"')
 
     def decisive(self) -> dict[str, Any]:
-        """All that the trained parameters depend on, as JSON: a run may go on only where it is the same. Of the files it
-        has the names: what is in them is looked at by itself."""
+        """All that the trained parameters depend on, as JSON: a run may go on only where it is the same. Of the files
+        these are the names: what is in them is looked at by itself."""
         fields = msgspec.to_builtins(self)
         fields["data"]["files"] = [Path(file).name for file in self.data.files]
         del fields["output"], fields["train"]["checkpoint_every"]
