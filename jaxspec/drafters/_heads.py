@@ -95,8 +95,13 @@ def load(
 
 
 def ready_heads(spec: HeadsSpec, model: ModelSpec, chosen: TreeFile) -> Heads:
-    """Heads and the tree that they draft, as far down as there are heads. ConfigError where it is no tree."""
+    """Heads and the tree that they draft, as far down as there are heads.
+
+    ConfigError where it is no tree, or has more siblings than there are tokens to guess.
+    """
     tree = Tree.of_paths(chosen.nodes)
+    if tree.children.shape[1] > spec.vocab:
+        raise ConfigError(f"a draft tree with {tree.children.shape[1]} siblings: the heads guess {spec.vocab} tokens")
     return Heads(spec, model, tree, tuple(chosen.chances), _levels(tree)[: spec.num_heads])
 
 

@@ -2,7 +2,9 @@
 format, whatever its company, its pages and what free ones hold; and rounds copy no pool."""
 
 import re
-from functools import partial
+import tempfile
+from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jaxspec.program import Program
 from jaxspec.tree import Tree
 from jaxspec.types import Models, Sequences
 from pallas_kernels import Rows
-from tests.driver import PAGE, SPEC, VOCAB, decode_all, make_program, page_lists, random_params
+from tests.driver import PAGE, SPEC, VOCAB, decode_all, make_program, page_lists, random_params, write_heads
 from tests.oracles.serving import spoil
 from tests.test_decode import MIX, compiled_run, random_tree, script_of, scripted
 
@@ -54,10 +56,22 @@ def full():
     return decode_all(PARAMS, make_program(pages=160), JOBS, chunk=CHUNK)
 
 
+@cache
+def heads() -> str:
+    """A folder of random heads."""
+    return str(write_heads(Path(tempfile.mkdtemp()), SPEC, conditioned=16))
+
+
 def program_of(name: str, form: Format, plain) -> tuple[Program, Models]:
     """Drafts by script, or a drafter by its name; a draft model is the target with its weights disturbed."""
     config = EngineConfig(
-        drafter=name, draft_tokens=5, draft_adaptive=False, draft_layers=1, ngram_min=1, verify="coupled"
+        drafter=name,
+        draft_tokens=5,
+        draft_adaptive=False,
+        draft_layers=1,
+        ngram_min=1,
+        verify="coupled",
+        medusa_heads=heads(),
     )
     draft = {}
     if name == "chain":
