@@ -76,7 +76,7 @@ def disturbed(params, amount: float = 0.05):
     return jax.tree.map(lambda a: a * (1 + amount * rng.standard_normal(a.shape, np.float32)), params.target)
 
 
-@pytest.mark.parametrize("temperature", [None, 0.4])
+@pytest.mark.parametrize("temperature", [None, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_law_2_rejection_in_the_loop_follows_the_target(temperature):
     """Texts of three tokens, from drafts that cross rounds, against the probabilities of plain forwards."""
     kept, length, rows, calls = 3, 3, 64, 30
@@ -147,6 +147,7 @@ def greedy_text(params, prompt, length: int) -> tuple[int, ...]:
     return next(iter(text_chances(params, prompt, SamplingParams(), length)))
 
 
+@pytest.mark.slow
 def test_a_hotter_draft_is_rejected_more():
     params = random_params()
     jobs = {
