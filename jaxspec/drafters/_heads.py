@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -86,23 +87,27 @@ def load(
     `change` makes another tree of the one that lies beside them.
     ConfigError where there are none or their tree does not fit them, LoadError where they are not for this model.
     """
-    folder = Path(config.medusa_heads) if config.medusa_heads else find_config("medusa", target.name, "")
+    folder = _folder(config, target)
     dtype = target.params["norm"]["weight"].dtype
     spec, params = load_heads(folder, target.spec, dtype)
     path = folder / TREE_FILE if folder.is_dir() else folder.with_name(TREE_FILE)
     chosen = change(read_tree(path, spec, config.draft_tokens))
-    return ready_heads(spec, target.spec, chosen), params | of_base(spec, params, target.spec, target.params)
-
-
-def ready_heads(spec: HeadsSpec, model: ModelSpec, chosen: TreeFile) -> Heads:
-    """Heads and the tree that they draft, as far down as there are heads.
-
-    ConfigError where it is no tree, or has more siblings than there are tokens to guess.
-    """
     tree = Tree.of_paths(chosen.nodes)
     if tree.children.shape[1] > spec.vocab:
         raise ConfigError(f"a draft tree with {tree.children.shape[1]} siblings: the heads guess {spec.vocab} tokens")
-    return Heads(spec, model, tree, tuple(chosen.chances), _levels(tree)[: spec.num_heads])
+    # As far down as there are heads: copies may go on.
+    levels = _levels(tree)[: spec.num_heads]
+    heads = Heads(spec, target.spec, tree, tuple(chosen.chances), levels)
+    return heads, params | of_base(spec, params, target.spec, target.params)
+
+
+def _folder(config: EngineConfig, target: LoadedModel) -> Path:
+    if config.medusa_heads:
+        return Path(config.medusa_heads)
+    if Path(target.name).name == target.name:  # no path and no hub id
+        with suppress(ConfigError):
+            return find_config("medusa", target.name, "")
+    raise ConfigError(f"no heads come with {target.name}: give medusa_heads, a folder that train_medusa made")
 
 
 def read_tree(path: Path, spec: HeadsSpec, size: int | None) -> TreeFile:

@@ -53,9 +53,14 @@ def rate(pace: Pace) -> Float[Array, "B"]:
 def best_length(pace: Pace, widths: tuple[int, ...], draft_cost: float) -> Int[Array, "B"]:
     """The draft length, of those that fill a width, with the most expected tokens a unit of time, of a lone row."""
     r = rate(pace)
-    costs = [step_cost(1, width) + draft_cost * (width - 1) for width in widths]
-    gains = [sum(r**i for i in range(width)) / cost for width, cost in zip(widths, costs, strict=True)]
-    return jnp.asarray(widths)[jnp.argmax(jnp.stack(jnp.broadcast_arrays(*gains)), axis=0)] - 1
+    tokens = [sum(r**i for i in range(width)) for width in widths]
+    return best_width(jnp.stack(jnp.broadcast_arrays(*tokens), axis=1), widths, draft_cost) - 1
+
+
+def best_width(tokens: Float[Array, "B widths"], widths: tuple[int, ...], draft_cost: float = 0.0) -> Int[Array, "B"]:
+    """The width that is expected to bring the most tokens a unit of time, of a lone row."""
+    costs = jnp.asarray([step_cost(1, width) + draft_cost * (width - 1) for width in widths])
+    return jnp.asarray(widths)[jnp.argmax(tokens / costs, axis=1)]
 
 
 def learn(pace: Pace, drafted: Int[Array, "B"], accepted: Int[Array, "B"]) -> Pace:

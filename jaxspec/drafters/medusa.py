@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import EngineConfig
-from jaxspec.cost import step_cost
 from jaxspec.drafters import _heads, _pace
 from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.loading import LoadedModel
@@ -35,23 +34,24 @@ class State(NamedTuple):
 def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     """Drafts `draft_tokens` nodes of the tree that lies beside the heads; fewer, if adaptive, where the heads doubt."""
     heads, params = _heads.load(config, target)
-    return head_drafter(heads, config, target.params["norm"]["weight"].dtype), params
-
-
-def head_drafter(heads: _heads.Heads, config: EngineConfig, dtype: Any) -> Drafter:
-    """The drafter of heads that are loaded; `dtype` is that of the target's hidden states."""
+    dtype = target.params["norm"]["weight"].dtype
     widths = _pace.row_widths(heads.tree.size, config.draft_adaptive)
-    draft = _drawn if config.verify == "rejection" else picked
 
     def propose(
         params: Params, state: State, pool: Pool, view: View, pool_spec: PoolSpec | None
     ) -> tuple[Proposal, State, Pool]:
-        return draft(heads, config, params, state, view), state, pool
+        if config.verify == "rejection":
+            proposal = _heads.draw(heads, params, state.hidden, view, config.draft_temperature)
+            proposal = proposal._replace(valid=proposal.valid & (view.progress.active & state.known)[:, None])
+        else:
+            proposal = picked(heads, config, params, state, view)
+        if config.draft_adaptive and config.verify in ("rejection", "typical"):
+            proposal = _by_itself(heads, widths, state, proposal)
+        return proposal, state, pool
 
     learn = partial(observe, jnp.asarray(heads.chances))
-    return Drafter(
-        heads.tree, widths, partial(init, heads, dtype), admit, propose, learn, typical=config.verify == "typical"
-    )
+    typical = config.verify == "typical"
+    return Drafter(heads.tree, widths, partial(init, heads, dtype), admit, propose, learn, typical=typical), params
 
 
 def init(heads: _heads.Heads, dtype: Any, batch: int, context: int) -> State:
@@ -75,19 +75,13 @@ def picked(
     return Proposal(tokens, valid, chance=chance * trust(state.pace)[:, None] if config.draft_adaptive else None)
 
 
-def _drawn(heads: _heads.Heads, config: EngineConfig, params: Params, state: State, view: View) -> Proposal:
-    """Tokens drawn from what the heads say; how many is settled before they are drawn."""
-    ready = view.progress.active & state.known
-    proposal = _heads.draw(heads, params, state.hidden, view, config.draft_temperature)
-    if not config.draft_adaptive:
-        return proposal._replace(valid=proposal.valid & ready[:, None])
-    widths = np.array(_pace.row_widths(heads.tree.size, True))
-    brings = np.cumsum([1.0, *heads.chances])[widths - 1] - 1.0
-    gains = (1.0 + brings * trust(state.pace)[:, None]) / np.array([step_cost(1, int(width)) for width in widths])
-    wanted = jnp.asarray(widths)[jnp.argmax(gains, axis=1)]
-    return proposal._replace(
-        valid=proposal.valid & ready[:, None] & (jnp.arange(1, heads.tree.width) < wanted[:, None])
-    )
+def _by_itself(heads: _heads.Heads, widths: tuple[int, ...], state: State, proposal: Proposal) -> Proposal:
+    """As many nodes as pay by a row's own history: where drafts have a say in the text, its company must have none, nor
+    which tokens were drawn."""
+    brings = jnp.asarray(np.cumsum([0.0, *heads.chances])[np.array(widths) - 1])
+    wanted = _pace.best_width(1.0 + brings * trust(state.pace)[:, None], widths)
+    within = jnp.arange(1, heads.tree.width) < wanted[:, None]
+    return proposal._replace(valid=proposal.valid & within, chance=None)
 
 
 def trust(pace: _pace.Pace) -> Float[Array, "B"]:

@@ -79,26 +79,38 @@ def disturbed(params, amount: float = 0.05):
 @pytest.mark.parametrize("temperature", [None, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_law_2_rejection_in_the_loop_follows_the_target(temperature):
     """Texts of three tokens, from drafts that cross rounds, against the probabilities of plain forwards."""
-    kept, length, rows, calls = 3, 3, 64, 30
-    params, prompt = random_params(), [4, 5, 6]
+    params = random_params()
     config = EngineConfig(draft_tokens=2, draft_adaptive=False, draft_temperature=temperature)
-    program = make_program(model_drafter(SPEC, SPEC, config), pages=rows * 13)
-    models = Models(params.target, disturbed(params))
-    hot = SamplingParams(temperature=1.0, top_k=kept, max_tokens=length, ignore_eos=True)
-    jobs = {row: Job(prompt, hot, seed=row) for row in range(rows - 1)}
-    jobs[rows - 1] = Job(prompt, SamplingParams(max_tokens=length, ignore_eos=True))
-    chances = text_chances(params, prompt, hot, length)
+    program = make_program(model_drafter(SPEC, SPEC, config), pages=LAW_ROWS * 13)
+    drafted, accepted = follow_the_target(program, Models(params.target, disturbed(params)), length=3, calls=30)
+    assert 0.3 * drafted < accepted < drafted
+
+
+LAW_ROWS, LAW_PROMPT, LAW_KEPT = 64, [4, 5, 6], 3
+"""Of law 2 in the loop: rows of a batch, with one prompt, that draw from their likeliest tokens; the last is greedy."""
+
+
+def hot(length: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, top_k=LAW_KEPT, max_tokens=length, ignore_eos=True)
+
+
+def follow_the_target(program, models: Models, length: int, calls: int) -> tuple[int, int]:
+    """Texts of `length` tokens have the probabilities of plain forwards; returns the drafts, and those accepted."""
+    jobs = {row: Job(LAW_PROMPT, hot(length), seed=row) for row in range(LAW_ROWS - 1)}
+    jobs[LAW_ROWS - 1] = Job(LAW_PROMPT, SamplingParams(max_tokens=length, ignore_eos=True))
+    plain = Models(models.target, {})
+    chances = text_chances(plain, LAW_PROMPT, hot(length), length)
+    likeliest = greedy_text(plain, LAW_PROMPT, length)
     texts = {text: index for index, text in enumerate(chances)}
     found, drafted, accepted = [], 0, 0
     for call in range(calls):
-        results = decode_all(models, program, jobs, batch=rows, edit=partial(reseeded, call))
-        greedy = results.pop(rows - 1)
-        assert tuple(greedy.tokens) == greedy_text(params, prompt, length)
+        results = decode_all(models, program, jobs, batch=LAW_ROWS, edit=partial(reseeded, call))
+        assert tuple(results.pop(LAW_ROWS - 1).tokens) == likeliest
         found += [texts[tuple(result.tokens)] for result in results.values()]
         drafted += sum(result.drafted for result in results.values())
         accepted += sum(result.accepted for result in results.values())
     assert oracle.p_value(np.array(found), np.array(list(chances.values()))) > 1e-6
-    assert 0.3 * drafted < accepted < drafted
+    return drafted, accepted
 
 
 def reseeded(call: int, state):

@@ -21,9 +21,9 @@ from jaxspec.models.loading import LoadedModel
 from jaxspec.sampling import sampling_row
 from jaxspec.tree import Tree
 from jaxspec.types import History, Models, Progress, View
-from tests.drafters.test_draft_model import greedy_text, reseeded, text_chances
+from tests.drafters.test_draft_model import LAW_KEPT, LAW_PROMPT, LAW_ROWS, follow_the_target, hot, text_chances
 from tests.drafters.test_drafters import REPEATING
-from tests.driver import SPEC, Job, decode_all, make_program, random_params, write_heads
+from tests.driver import SPEC, decode_all, make_program, random_params, write_heads
 from tests.oracles import numpy_sampler as oracle
 
 PARAMS = random_params()
@@ -116,29 +116,16 @@ def test_copies_and_heads_take_turns(unoptimised, tmp_path, plain, common, adapt
 @pytest.mark.parametrize("nodes", [pytest.param(CHAIN, marks=pytest.mark.slow), BUSH[:7]])
 def test_law_2_drawn_drafts_follow_the_target(tmp_path, nodes) -> None:
     """Texts of four tokens from drafts without replacement, against the probabilities of plain forwards."""
-    kept, length, rows, calls, prompt = 3, 4, 64, 10, [4, 5, 6]
-    hot = SamplingParams(temperature=1.0, top_k=kept, max_tokens=length, ignore_eos=True)
-    chances = text_chances(PARAMS, prompt, hot, length)
+    chances = text_chances(PARAMS, LAW_PROMPT, hot(4), 4)
     likely: Counter[int] = Counter()
     for text, chance in chances.items():
         for token in text[1:]:  # the first round drafts nothing
             likely[token] += chance
-    folder = folder_of(tmp_path, nodes, conditioned=16, tokens=[token for token, _ in likely.most_common(kept)])
+    tokens = [token for token, _ in likely.most_common(LAW_KEPT)]
+    folder = folder_of(tmp_path, nodes, conditioned=16, tokens=tokens)
     drafter, params = drafter_of(folder, verify="rejection", draft_adaptive=False, draft_temperature=20.0)
-    program = make_program(drafter, pages=rows * 16)
-    models = Models(PARAMS.target, params)
-    jobs = {row: Job(prompt, hot, seed=row) for row in range(rows - 1)}
-    jobs[rows - 1] = Job(prompt, SamplingParams(max_tokens=length, ignore_eos=True))
-    texts = {text: index for index, text in enumerate(chances)}
-    found, drafted, accepted = [], 0, 0
-    for call in range(calls):
-        results = decode_all(models, program, jobs, batch=rows, edit=partial(reseeded, call))
-        greedy = results.pop(rows - 1)
-        assert tuple(greedy.tokens) == greedy_text(PARAMS, prompt, length)
-        found += [texts[tuple(result.tokens)] for result in results.values()]
-        drafted += sum(result.drafted for result in results.values())
-        accepted += sum(result.accepted for result in results.values())
-    assert oracle.p_value(np.array(found), np.array(list(chances.values()))) > 1e-6
+    program = make_program(drafter, pages=LAW_ROWS * 16)
+    drafted, accepted = follow_the_target(program, Models(PARAMS.target, params), length=4, calls=10)
     assert 0.02 * drafted < accepted < drafted
 
 
@@ -183,6 +170,16 @@ def test_typical_takes_more_and_greedy_rows_stay_exact(unoptimised, tmp_path, pl
     assert any(results["typical"][row].tokens != plain["float32"][row].tokens for row in REPEATING)
 
 
+@pytest.mark.parametrize("rule", ["typical", "rejection"])
+def test_law_3_where_drafts_have_a_say_in_the_text_company_has_none(unoptimised, tmp_path, common, rule: str) -> None:
+    """Adaptive lengths follow a row's own history, not what the others draft."""
+    drafter, params = drafter_of(folder_of(tmp_path, BUSH[:7], conditioned=16, tokens=common), verify=rule)
+    decode = partial(decode_all, Models(PARAMS.target, params), make_program(drafter, pages=160, page=8), batch=8)
+    together = decode(REPEATING)
+    for row in (1, 2):
+        assert decode({row: REPEATING[row]})[row].tokens == together[row].tokens
+
+
 def test_a_tree_deeper_than_the_heads_is_refused(tmp_path) -> None:
     folder = folder_of(tmp_path, [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]])
     with pytest.raises(ConfigError, match=r"tree.json: a tree of depth 4 needs as many heads, there are 3"):
@@ -216,7 +213,7 @@ def test_heads_without_a_tree_get_one_and_a_warning(tmp_path, caplog) -> None:
 
 def test_models_without_heads_say_so() -> None:
     loaded = LoadedModel(SPEC, PARAMS.target, None, "tiny")
-    with pytest.raises(ConfigError, match="no medusa config named 'tiny'"):
+    with pytest.raises(ConfigError, match="no heads come with tiny: give medusa_heads"):
         get_drafter(EngineConfig(drafter="medusa"), loaded)
 
 

@@ -9,28 +9,11 @@ import numpy as np
 import pytest
 
 from jaxspec.models.loading import LoadedModel
-from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import init_params
+from tests.models.test_transformer import SPEC
 from train_medusa import base
 from train_medusa.base import dense_hidden, identity
 
-SPEC = ModelSpec(
-    vocab_size=96,
-    valid_vocab=90,
-    num_layers=2,
-    embed_dim=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=12,
-    mlp_dim=40,
-    norm_eps=1e-5,
-    inv_freq=tuple(10000.0 ** (-i / 6) for i in range(6)),
-    max_context=64,
-    tied_embeddings=False,
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-)
 RNG = np.random.default_rng(0)
 TEXTS = [RNG.integers(0, SPEC.valid_vocab, size) for size in (9, 1, 14, 20, 5)]
 PLACED = [TEXTS[:3], TEXTS[3:]]
