@@ -185,7 +185,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefix_cache: bool = True
     """Keep the pages of finished and running texts for requests that begin alike."""
     page_size: int | None = None
-    """Token slots a page; None is 64 on the CPU and 128 elsewhere."""
+    """Token slots a page; None is 64 on the CPU, elsewhere 128, or 256 of 8-bit numbers."""
+    implementation: str = "auto"
+    """Of attention: pallas (kernels, on TPUs), xla (any device), or auto: pallas on TPUs, else xla."""
     seed: int | None = None
     """Base of the seeds drawn for requests that bring none; None takes it from the operating system."""
 
@@ -203,6 +205,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             (
                 self.verify in ("auto", "coupled", "rejection", "typical"),
                 f"verify must be auto, coupled, rejection or typical, not {self.verify!r}",
+            ),
+            (
+                self.implementation in ("auto", "pallas", "xla"),
+                f"implementation must be auto, pallas or xla, not {self.implementation!r}",
             ),
             (
                 1 <= self.ngram_min <= self.ngram_max,

@@ -1,6 +1,6 @@
 """What a round costs, as far as the choice of how many drafts to check goes."""
 
-import jax
+from jaxspec.target import platform
 
 COSTS = {
     "cpu": {
@@ -16,7 +16,7 @@ RIDGE = 256
 
 def step_cost(batch: int, width: int) -> float:
     """Time of a round whose rows have `width` tokens over that of a plain round of the same `batch`."""
-    tables = COSTS.get(jax.default_backend())
+    tables = COSTS.get(platform())
     if tables is None:
         return _of_tokens(batch * width) / _of_tokens(batch)
     table = tables[next((known for known in tables if known >= batch), max(tables))]

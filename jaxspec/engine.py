@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +15,16 @@ from jaxspec.drafters import get_drafter
 from jaxspec.errors import RequestError
 from jaxspec.host.metrics import Metrics
 from jaxspec.host.output import Contest, Emitted, Transcript
+from jaxspec.host.packing import packed, parts_of, shapes_of
 from jaxspec.host.request import Sample, TextDelta, TokenLogprobs
 from jaxspec.host.scheduler import Admission, Chunk, Running, Scheduler
+from jaxspec.implementation import kernels_of
 from jaxspec.models.loading import LoadedModel
 from jaxspec.models.transformer import stack_layers
 from jaxspec.program import Finish, Program
 from jaxspec.sampling import sampling_row
 from jaxspec.sizes import context_of, pool_of
+from jaxspec.target import platform
 from jaxspec.types import Models, Output, Params
 from pallas_kernels import Rows
 
@@ -55,7 +57,7 @@ class Engine:
         self.tokenizer, self.spec, self.config = loaded.tokenizer, loaded.spec, config
         self.max_context = context_of(config, loaded.spec)
         drafter, draft_params = get_drafter(config, loaded)
-        pool, self._table_width = pool_of(config, loaded.spec, drafter)
+        pool, self._table_width = pool_of(config, loaded.spec, drafter, kernels_of(config.implementation))
         self.program = Program(loaded.spec, pool, drafter)
         self.params = Models(_laid_out(loaded.params), _laid_out(draft_params))
         self.scheduler = Scheduler(
@@ -73,7 +75,7 @@ class Engine:
         )
         self.metrics = Metrics(self.scheduler.counters)
         self._buckets = [b for b in BATCH_BUCKETS if b < config.max_batch] + [config.max_batch]
-        self._shapes = _prefill_shapes(config.prefill_chunk)
+        self._shapes = shapes_of(config.prefill_chunk, PREFILL_ROW)
         self._batch = 0
         self._arrivals = 0
         self._flight: Flight | None = None
@@ -223,17 +225,15 @@ class Engine:
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Write chunks of prompts, packed one after the other, and start the clocks of those that are whole now."""
-        parts = [(running.row, *part) for running, start, tokens in chunks for part in self._rows(start, tokens)]
+        group = self.program.pool.format.group
+        parts = [
+            part
+            for chunk in chunks
+            for part in parts_of(chunk.running.row or 0, chunk.start, chunk.tokens, PREFILL_ROW, group)
+        ]
         if parts:
             self._send_pages()
-        while parts:
-            width, rows = next(shape for shape in self._shapes if _fitting(parts, shape) or shape == self._shapes[-1])
-            now = _fitting(parts, (width, rows)) or parts[:rows]
-            parts = parts[len(now) :]
-            table, tokens = np.zeros((3, rows), np.int32), np.zeros(width, np.int32)
-            table[:, : len(now)] = np.array([(row, start, len(ids)) for row, start, ids in now]).T
-            flat = np.concatenate([ids for _, _, ids in now])
-            tokens[: len(flat)] = flat
+        for table, tokens in packed(parts, self._shapes):
             self.state = decode.prefill(
                 self.params, self.state, Rows(*jnp.asarray(table)), tokens, program=self.program, width=PREFILL_ROW
             )
@@ -244,15 +244,6 @@ class Engine:
             self.scheduler.publish(running)
         for running in ready:
             running.transcript.start()
-
-    def _rows(self, start: int, tokens: list[int]) -> Iterator[tuple[int, list[int]]]:
-        """A chunk in rows of PREFILL_ROW tokens at most, each within one group of slots where the format has those."""
-        group = self.program.pool.format.group
-        most = min(PREFILL_ROW, group) if group else PREFILL_ROW
-        end = most - (start % most if group else 0)
-        while tokens:
-            yield start, tokens[:end]
-            start, tokens, end = start + end, tokens[end:], most
 
     def _send_pages(self) -> None:
         table = np.zeros((self._batch, self._table_width), np.int32)
@@ -339,17 +330,6 @@ def _logprobs(tokens, logprobs, row: int, i: int, top: int | None) -> TokenLogpr
     return TokenLogprobs(int(tokens[row, i]), float(chosen), best)
 
 
-def _prefill_shapes(chunk: int) -> list[tuple[int, int]]:
-    """Packed tokens and rows that prefill compiles for: a short prompt, a part of a long one, many short ones."""
-    return sorted({(PREFILL_ROW, 4), (chunk, chunk // PREFILL_ROW), (chunk, chunk // 16)})
-
-
-def _fitting(parts: list, shape: tuple[int, int]) -> list:
-    """All parts, if a call of that shape takes them; else none."""
-    size, rows = shape
-    return parts if len(parts) <= rows and sum(len(ids) for _, _, ids in parts) <= size else []
-
-
 def _laid_out(params: Params) -> Params:
     """Layers one by one on the CPU, where a scan would copy each; stacked elsewhere."""
-    return params if jax.default_backend() == "cpu" or not params else stack_layers(params)
+    return params if platform() == "cpu" or not params else stack_layers(params)

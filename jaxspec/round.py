@@ -116,7 +116,9 @@ def _decide(params: Params, program: Program, width: int, view: View, proposal: 
     positions = sequences.position[:, None] + jnp.asarray(tree.depths)
     words = tree.ancestor_words
     ancestors = None if words is None else jnp.broadcast_to(jnp.asarray(words), (batch, *words.shape))
-    hidden, pool = forward(params, program.model, program.pool, rows, tokens, positions, ancestors, pool, sequences)
+    hidden, pool = forward(
+        params, program.model, program.pool, rows, tokens, positions, ancestors, pool, sequences, distinct=True
+    )
     logits = logits_of(params, program.model, hidden)
     judge = verify_typical if program.drafter.typical else verify
     verdict = judge(tree, logits, proposal, view.sampling, view.history, progress.ordinal)

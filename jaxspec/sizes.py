@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-import jax
-
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import check_drafter
 from jaxspec.errors import CapacityError, ConfigError
 from jaxspec.kv.formats import get_format
 from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.spec import ModelSpec
+from jaxspec.target import platform
 from jaxspec.types import Drafter
+from pallas_kernels import XLA, Kernels
 
 
 def check(config: EngineConfig) -> None:
@@ -29,7 +29,7 @@ def context_of(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_context or trained
 
 
-def pool_of(config: EngineConfig, spec: ModelSpec, drafter: Drafter) -> tuple[PoolSpec, int]:
+def pool_of(config: EngineConfig, spec: ModelSpec, drafter: Drafter, kernels: Kernels = XLA) -> tuple[PoolSpec, int]:
     """The pool that kv_memory pays for, no larger than a full batch and its cache can use, and the page table's width.
 
     CapacityError where it is not a single page.
@@ -37,7 +37,7 @@ def pool_of(config: EngineConfig, spec: ModelSpec, drafter: Drafter) -> tuple[Po
     page = _page_size(config)
     width = -(-(context_of(config, spec) + drafter.tree.size) // page)
     form, draft = get_format(config.kv_dtype), drafter.model
-    one = PoolSpec(form, spec.num_layers, 1, page, spec.num_kv_heads, spec.head_dim, drafter.tree.size)
+    one = PoolSpec(form, spec.num_layers, 1, page, spec.num_kv_heads, spec.head_dim, drafter.tree.size, kernels)
     page_bytes = one.page_bytes
     if draft is not None:
         page_bytes += one.of_draft(draft.num_layers, draft.num_kv_heads, draft.head_dim).page_bytes
@@ -54,4 +54,7 @@ def pool_of(config: EngineConfig, spec: ModelSpec, drafter: Drafter) -> tuple[Po
 
 
 def _page_size(config: EngineConfig) -> int:
-    return config.page_size or (64 if jax.default_backend() == "cpu" else 128)
+    if config.page_size is not None:
+        return config.page_size
+    # A page is fetched as a whole: 8-bit ones are as many bytes as those of bfloat16.
+    return 64 if platform() == "cpu" else 256 if config.kv_dtype in ("int8", "fp8") else 128

@@ -5,8 +5,10 @@ place in a sequence's cache; slot s lies in page `page_table[sequence, s // page
 positions.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -43,6 +45,26 @@ class Tail(NamedTuple):
     """The slot that lies first in them; what pages hold from there on is not looked at."""
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What attention looks at and how it weighs."""
+
+    window: int | None = None
+    """The query at position p sees slots after p - window only, p being its row's start and its depth in the row. A
+    draft tree's own tokens always see their ancestors: the window is no shorter than the row."""
+    sinks: int = 0
+    """First slots that stay visible whatever the window (StreamingLLM, Xiao et al., 2024)."""
+    soft_cap: float | None = None
+    """Logits x become cap * tanh(x / cap), after scaling (Gemma 2, 2024)."""
+    mass: bool = False
+    """Also tell the softmax weights of each row's first token, a mean over the queries of a head (H2O, Zhang et al.,
+    2023)."""
+
+
+PLAIN = Variant()
+"""Causal attention over all slots."""
+
+
 def pack(rows: Rows, size: int, width: int) -> Packing:
     """For `size` tokens that hold the rows' tokens one row after the other, and padding at the end."""
     ends = jnp.cumsum(rows.count)
@@ -66,20 +88,31 @@ def page_slots(
 
 
 def visible_slots(
-    rows: Rows, slots: Int[Array, "S"] | Int[Array, "R S"], width: int, ancestors: Int[Array, "R T W"] | None
+    rows: Rows,
+    slots: Int[Array, "S"] | Int[Array, "R S"],
+    width: int,
+    ancestors: Int[Array, "R T W"] | None,
+    variant: Variant = PLAIN,
 ) -> Bool[Array, "R T S"]:
     """Which of `slots` (the same for all rows, or each row's own) each query sees: all before its row, and within the
-    row its ancestors and itself.
+    row its ancestors and itself; of these the last `variant.window` and the sinks.
 
     `ancestors[r, t]` has bit j set where token j of the row is token t's ancestor or t itself, 32 bits a word, least
     significant first; None means a chain: token t sees tokens 0 to t.
     """
     relative = (slots - rows.start[:, None])[:, None, :]
     if ancestors is None:
-        return relative <= jnp.arange(width)[None, :, None]
-    inside = (relative >= 0) & (relative < width)
-    bit = jnp.where(inside, relative, 0)
-    words = jnp.take_along_axis(
-        ancestors, jnp.broadcast_to(bit // WORD, (*ancestors.shape[:2], slots.shape[-1])), axis=2
-    )
-    return (relative < 0) | (inside & (((words >> (bit % WORD)) & 1) == 1))
+        depth = jnp.arange(width)[None, :, None]
+        seen, own = relative <= depth, False
+    else:
+        depth = jax.lax.population_count(ancestors).sum(-1)[..., None] - 1
+        own = (relative >= 0) & (relative < width)
+        bit = jnp.where(own, relative, 0)
+        words = jnp.take_along_axis(
+            ancestors, jnp.broadcast_to(bit // WORD, (*ancestors.shape[:2], slots.shape[-1])), axis=2
+        )
+        seen = (relative < 0) | (own & (((words >> (bit % WORD)) & 1) == 1))
+    if variant.window is None:
+        return seen
+    sink = jnp.broadcast_to(slots, (rows.start.shape[0], slots.shape[-1]))[:, None, :] < variant.sinks
+    return seen & (own | sink | (relative > depth - variant.window))

@@ -77,7 +77,7 @@ def test_law_3b_each_page_and_chunk_alone_and_in_company(smollm2, alone, page: i
         compare(alone, run(engine, work(smollm2)))
 
 
-ROUNDED = {"int8": 0.1, "fp8": 0.5, "int4": 0.5}
+ROUNDED = {"float32": 1e-3, "int8": 0.1, "fp8": 0.5, "int4": 0.5}
 """How far a log probability may move where what is stored depends on how a row was rounded before it was."""
 
 
@@ -85,9 +85,13 @@ ROUNDED = {"int8": 0.1, "fp8": 0.5, "int4": 0.5}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_dtype", "drafter"),
-    [("int8", "ngram"), ("int8", "layer_skip"), ("fp8", "ngram"), ("int4", "ngram"), ("int4", "layer_skip")],
+    [
+        *[("int8", "ngram"), ("int8", "layer_skip"), ("fp8", "ngram"), ("int4", "ngram"), ("int4", "layer_skip")],
+        *[("float32", "medusa"), ("int8", "medusa"), ("int4", "medusa"), ("float32", "ngram_medusa")],
+        ("fp8", "ngram_medusa"),
+    ],
 )
-def test_laws_1_and_3b_with_quantised_caches(smollm2, kv_dtype: str, drafter: str):
+def test_laws_1_and_3b_with_drafts_and_each_cache(smollm2, kv_dtype: str, drafter: str):
     """Plain decoding, alone, against drafts, company, hits and giving way: the same format gives the same texts."""
     common = {"kv_dtype": kv_dtype, "page_size": 64, "max_context": 320}
     plain = one_by_one(Engine(smollm2, EngineConfig(max_batch=1, prefix_cache=False, **common)), work(smollm2))

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from jaxspec import commandline
 from jaxspec.commands.meter import SECONDS_A_LINE, Meter
 from jaxspec.commands.running import interruptible
-from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.errors import ConfigError
 from train_medusa.config import TrainConfig, read_config
 
 if TYPE_CHECKING:
@@ -198,16 +199,7 @@ class _Stages:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run it and return the exit code: 0 done, 2 bad usage or input, 130 interrupted."""
-    try:
-        return app(arguments, prog_name="python -m train_medusa", standalone_mode=False) or 0
-    except typer.TyperException as error:
-        message = f"{error.format_message()} (see python -m train_medusa --help)"
-    except JaxspecError as error:
-        message = str(error)
-    except OSError as error:
-        message = f"{error.filename or 'output'}: {error.strerror}"
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
-    return 2
+    return commandline.run(app, "python -m train_medusa", arguments)
 
 
 if __name__ == "__main__":

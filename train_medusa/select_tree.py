@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec import commandline
 from jaxspec.bench.costs import measure_costs
 from jaxspec.config import MAX_NODES, SamplingParams
 from jaxspec.drafters._heads import TREE_FILE, TreeFile
-from jaxspec.errors import JaxspecError
 from jaxspec.models.loading import LoadedModel, load_model
 from jaxspec.models.loading.heads import load_heads
 from jaxspec.tree import grow
@@ -113,7 +113,11 @@ def table_of(choices: Sequence[Choice]) -> Table:
     return table
 
 
-def main(
+app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, add_completion=False)
+
+
+@app.command(no_args_is_help=True)
+def select(
     heads: Annotated[Path, typer.Argument(metavar="HEADS", help="Folder of the heads; tree.json is written there.")],
     prompts: Annotated[Path, typer.Option(metavar="FILE.jsonl", help='Rows of {"prompt": …} or conversations.')],
     model: Annotated[str, typer.Option(help="The model that the heads are for, as jaxspec takes it.")] = "smollm2-135m",
@@ -131,7 +135,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except JaxspecError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(commandline.run(app, "python -m train_medusa.select_tree"))

@@ -20,9 +20,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec import commandline
 from jaxspec.bench.questions import mixed, read_questions
 from jaxspec.config import SamplingParams
-from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM
 from jaxspec.models.loading import find_model, load_model
 
@@ -222,16 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the script and return its exit code: 0, or 2 after one line on stderr that says what was wrong."""
     app = typer.Typer(add_completion=False)
     app.command()(run)
-    try:
-        return app(arguments, prog_name="python -m jaxspec.bench.peers", standalone_mode=False) or 0
-    except typer.TyperException as error:
-        message = error.format_message()
-    except JaxspecError as error:
-        message = str(error)
-    except OSError as error:
-        message = f"{error.filename or 'output'}: {error.strerror}"
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
-    return 2
+    return commandline.run(app, "python -m jaxspec.bench.peers", arguments)
 
 
 if __name__ == "__main__":

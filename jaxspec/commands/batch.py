@@ -30,6 +30,7 @@ PACE = {
     "max_batch",
     "kv_memory",
     "page_size",
+    "implementation",
     "prefill_chunk",
     "prefix_cache",
     "ngram_max",

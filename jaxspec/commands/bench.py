@@ -1,20 +1,13 @@
 """`jaxspec bench`: measure."""
 
-import json
-import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from jaxspec.bench.questions import Question, choose, read_questions
-from jaxspec.commands.meter import Meter
+from jaxspec.bench.questions import choose, read_questions
 from jaxspec.commands.options import ENGINE, ConfigOption, read_settings, with_engine_and_sampling
-from jaxspec.commands.running import interruptible
-from jaxspec.config import PREFILL_ROW, DecodeConfig, EngineConfig
+from jaxspec.config import PREFILL_ROW, EngineConfig
 from jaxspec.errors import ConfigError
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode="markdown")
@@ -85,26 +78,9 @@ def decode(
         raise ConfigError("--drafter needs a name, such as none,ngram")
     questions = choose(read_questions(prompts), _names(categories or ""), limit_per_category)
     _check_files(json_file, plot_file)
-    from jaxspec.bench import report
-    from jaxspec.bench.decode import grouped
+    from jaxspec.commands.bench_decode import compare
 
-    groups, code = grouped(questions, settings.engine.max_batch), 0
-    turns: list[list[Any]] = []
-    costs: dict[str, Any] = {}
-    try:
-        with interruptible(lambda: "the table holds what was measured" if any(turns) else "nothing is measured yet"):
-            _measure(settings, drafters, groups, repeats, turns, costs)
-    except typer.Exit as stopped:
-        code = stopped.exit_code
-    if rows := report.make_rows(turns, groups, costs):
-        conditions = _conditions(settings, max(1, sum(len(repeat) == len(groups) for repeat in turns)))
-        title = ", ".join(f"{name} {value}" for name, value in conditions.items())
-        Console().print(report.make_table(rows, costs, title))
-        if json_file is not None:
-            json_file.write_text(json.dumps([row | conditions for row in rows], indent=1) + "\n", encoding="utf-8")
-        if plot_file is not None:
-            report.plot(rows, title, plot_file)
-    return code
+    return compare(settings, drafters, questions, repeats, json_file, plot_file)
 
 
 @app.command()
@@ -148,22 +124,9 @@ def engine(
     config = EngineConfig(model=model, kv_memory=kv_memory, max_batch=8)
     questions = read_questions(prompts)
     _check_files(json_file, None)
-    from jaxspec.bench.summary import make_rows, make_tables
+    from jaxspec.commands.bench_engine import play
 
-    measured: list[Any] = []
-    code = 0
-    try:
-        with interruptible(lambda: "the tables hold what was measured" if measured else "nothing is measured yet"):
-            _play(SCENARIO_NAMES if scenario == "all" else [scenario], config, questions, repeats, measured)
-    except typer.Exit as stopped:
-        code = stopped.exit_code
-    rows = make_rows(measured)
-    for table in make_tables(rows):
-        Console().print(table)
-    if json_file is not None and rows:
-        about = _about(config)
-        json_file.write_text(json.dumps([row | about for row in rows], indent=1) + "\n", encoding="utf-8")
-    return code
+    return play(SCENARIO_NAMES if scenario == "all" else [scenario], config, questions, repeats, json_file)
 
 
 @app.command()
@@ -217,41 +180,55 @@ def kv(
     return compare(config, _names(weights), _names(formats), text, sizes, json_file, plot_file)
 
 
+@app.command()
+def kernels(
+    topology: Annotated[
+        str,
+        typer.Option(metavar="CHIP:SHAPE", help="TPUs to compile for: v4, v5e, v5p, v6e or tpu7x, such as v5p:2x2x2."),
+    ] = "v6e:2x4",
+    kernel: Annotated[
+        str, typer.Option("--kernels", metavar="NAMES", help="The first three are jaxspec's, the others come with JAX.")
+    ] = "attention,append,commit,paged_attention,ragged_paged_attention",
+    shape: Annotated[
+        str, typer.Option(metavar="NAMES", help="Models whose heads they are compiled for.")
+    ] = "llama-70b-tp8,llama-8b,smollm2,gemma",
+    dtype: Annotated[
+        str, typer.Option(metavar="NAMES", help="Formats of keys and values.")
+    ] = "float32,bfloat16,int8,fp8",
+    queries: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Query tokens of a row: 1 decodes, others verify, prefill is 64.")
+    ] = "1,4,8,16,prefill",
+    json_file: JsonFile = None,
+) -> int:
+    """Compile the TPU kernels with no TPU, and count what the compiler made of them; needs pip install 'jaxspec[tpu]'.
+
+    A TensorCore issues a bundle of instructions a cycle. Where attention has fewer bundles than memory takes cycles to
+    hand over the keys and values (HBM), it costs no more than those, however many query tokens there are. Counted are
+    the compiler's final programs: each loop's bundles times its trips in a context of 8,192 tokens, vector registers
+    spilled, fast memory (VMEM) and copies from HBM (DMAs). Nothing runs, and what waits for what is not known.
+
+    The kernels that JAX publishes are compiled beside, in blocks of 1,024 tokens. They know no draft trees: several
+    queries are a chain.
+
+    Ctrl-C prints what is compiled so far.
+
+    Examples:
+
+    - `jaxspec bench kernels --topology v5e:2x4 --shape llama-70b-tp8 --dtype bfloat16 --queries 1,4,8`
+
+    - `jaxspec bench kernels --topology v6e:2x4 --kernels attention --json rows.json`
+    """
+    _check_files(json_file, None)
+    from jaxspec.commands.bench_kernels import compile_all
+
+    return compile_all(topology, _names(kernel), _names(shape), _names(dtype), _names(queries), json_file)
+
+
 def _lengths(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in _names(text))
     except ValueError as error:
         raise ConfigError(f"--passkey takes numbers of tokens, such as 256,1024, not {text!r}") from error
-
-
-def _play(
-    names: Sequence[str], config: EngineConfig, questions: list[Question], repeats: int, measured: list[Any]
-) -> None:
-    """Add to `measured`, and tell of each case on stderr as it is done."""
-    from jaxspec.bench.engine import Bench, run
-    from jaxspec.llm import load
-
-    with Console(stderr=True).status(f"loading {config.model}") as status:
-        bench = Bench(load(config), config, questions, repeats)
-        for name in names:
-            status.update(name)
-            for one in run(name, bench):
-                measured.append(one)
-                figures = ", ".join(f"{key} {value:.4g}" for key, value in one.figures.items())
-                print(f"{one.scenario}, {one.case}: {figures}", file=sys.stderr)
-
-
-def _about(config: EngineConfig) -> dict[str, Any]:
-    """What a reader of the rows must know to compare them with others."""
-    import jax
-
-    return {
-        "model": config.model,
-        "backend": jax.default_backend(),
-        "cpus": os.cpu_count(),
-        "kv_memory": config.kv_memory,
-        "prefill_chunk": config.prefill_chunk,
-    }
 
 
 def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
@@ -267,46 +244,3 @@ def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
 
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def _measure(
-    settings: DecodeConfig,
-    drafters: list[str],
-    groups: list[Any],
-    repeats: int,
-    turns: list[list[Any]],
-    costs: dict[str, Any],
-) -> None:
-    from jaxspec.bench.costs import measure_costs
-    from jaxspec.bench.decode import build_engines, context_of, measure, warm_up
-
-    batch, params = settings.engine.max_batch, settings.sampling
-    with Console(stderr=True).status(f"loading {settings.engine.model}") as status:
-        engines = build_engines(settings.engine, drafters)
-        status.update("compiling")
-        warm_up(engines, groups, params)
-        status.update("measuring what a round costs")
-        context = context_of(next(iter(engines.values())), groups, params.max_tokens)
-        costs |= measure_costs(engines, batch, context, params)
-    questions = sum(len(group.questions) for group in groups)
-    print(f"{questions} questions, {len(engines)} drafters, {repeats} repeats", file=sys.stderr)
-    with Meter(repeats * len(groups) * len(engines), 0) as meter:
-        measure(engines, groups, params, repeats, turns, lambda tokens: meter.add(rows=1, tokens=tokens))
-
-
-def _conditions(settings: DecodeConfig, repeats: int) -> dict[str, Any]:
-    """What a reader must know to compare the figures with others."""
-    import jax
-
-    engine, sampling = settings.engine, settings.sampling
-    return {
-        "model": engine.model,
-        "backend": jax.default_backend(),
-        "weights": engine.weights,
-        "batch": engine.max_batch,
-        "temperature": sampling.temperature,
-        "max_tokens": sampling.max_tokens,
-        "draft_tokens": engine.draft_tokens,
-        "adaptive": engine.draft_adaptive,
-        "repeats": repeats,
-    }

@@ -89,7 +89,12 @@ ENGINE = {
     "kv_memory": Flag(float, "GiB of memory for the key/value cache."),
     "prefill_chunk": Flag(int, "Prompt tokens written between two rounds; running answers pause no longer than that."),
     "prefix_cache": Flag(bool, "Keep what was computed for requests that begin alike."),
-    "page_size": Flag(int, "Tokens a cache page; 64 on the CPU and 128 elsewhere if not given."),
+    "page_size": Flag(
+        int, "Tokens a cache page; if not given 64 on the CPU, elsewhere 128, or 256 where the cache is int8 or fp8."
+    ),
+    "implementation": Flag(
+        str, "Of attention: pallas (kernels for TPUs; interpreted, so very slow, on a CPU), xla, or auto."
+    ),
 }
 
 ConfigOption = Annotated[

@@ -21,6 +21,7 @@ from jaxspec.models.loading import LoadedModel
 from jaxspec.models.loading.heads import load_heads
 from jaxspec.models.spec import ModelSpec
 from jaxspec.sampling import distribution
+from jaxspec.target import platform
 from jaxspec.tree import Tree, grow
 from jaxspec.types import Params, Proposal, Sampling, View
 
@@ -28,8 +29,6 @@ LOG = logging.getLogger(__name__)
 TREE_FILE = "tree.json"
 ASSUMED = tuple(tuple(0.5 * 0.8**k / (i + 1) ** 1.5 for i in range(10)) for k in range(16))
 """Accuracies of guesses of heads that nobody measured."""
-FLOOR = 0.1
-"""Nodes under a less likely one are not guessed: no round that pays for itself would check them."""
 
 
 class TreeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,7 +127,7 @@ def read_tree(path: Path, spec: HeadsSpec, size: int | None) -> TreeFile:
         raise ConfigError(f"{path}: {error}") from error
     most = min(len(said.nodes), MAX_NODES) if size is None else size
     if size is None:
-        most = said.fastest.get(jax.default_backend(), most)
+        most = said.fastest.get(platform(), most)
     if len(said.chances) != len(said.nodes) or most > len(said.nodes):
         raise ConfigError(f"{path} has {len(said.nodes)} nodes and {len(said.chances)} chances: {most} are asked for")
     deepest = max(map(len, said.nodes[:most]), default=0)

@@ -55,7 +55,7 @@ def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> 
         view = view._replace(sampling=_tempered(view.sampling, config.draft_temperature))
 
         steps = jnp.max(wanted)
-        run = partial(forward, params, model, pool_spec)
+        run = partial(forward, params, model, pool_spec, distinct=True)
         written, pool = _catch_up(run, state, view, pool, steps)
         previous = read(state.text, jnp.maximum(state.text.length - 2, 0), 1)
 

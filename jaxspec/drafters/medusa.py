@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import EngineConfig
+from jaxspec.cost import step_cost
 from jaxspec.drafters import _heads, _pace
 from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.loading import LoadedModel
@@ -18,6 +19,9 @@ MEMORY = 0.95
 """Weight of a round's outcome after each further round with drafts."""
 DOUBT = 4.0
 """Expected tokens that a new request is thought to have got."""
+SELDOM, TURN = 0.12, 8
+"""Heads whose guesses were checked in less than this share of the rounds are asked only when a row's tokens are a
+multiple of TURN: asking costs time, too."""
 
 
 class State(NamedTuple):
@@ -29,6 +33,8 @@ class State(NamedTuple):
     """Whether it is there: a request's first round has none, for what came before it may have been in the cache."""
     pace: _pace.Pace
     """Tokens that were accepted, and that the heads expected to be."""
+    use: _pace.Pace
+    """Rounds whose guesses were checked, and rounds that made some."""
 
 
 def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
@@ -56,7 +62,8 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
 
 def init(heads: _heads.Heads, dtype: Any, batch: int, context: int) -> State:
     """Nothing is known of any row."""
-    return State(jnp.zeros((batch, heads.spec.embed_dim), dtype), jnp.zeros(batch, bool), _pace.new_pace(batch))
+    empty = _pace.new_pace(batch)
+    return State(jnp.zeros((batch, heads.spec.embed_dim), dtype), jnp.zeros(batch, bool), empty, empty)
 
 
 def picked(
@@ -68,8 +75,11 @@ def picked(
     wanted: Bool[Array, "B"] | bool = True,
 ) -> Proposal:
     """The heads' likeliest tokens, in rows that want some."""
-    ready = view.progress.active & state.known & wanted
-    floor = _heads.FLOOR if config.draft_adaptive else 0.0
+    ready, floor = view.progress.active & state.known & wanted, 0.0
+    if config.draft_adaptive:
+        ready &= ((state.use.hits + 1) / (state.use.trials + 1) > SELDOM) | (view.progress.ordinal % TURN == 0)
+        # What is under a node brings at most what it brings itself: no round would pay for both.
+        floor = (step_cost(1, _pace.row_widths(heads.tree.size, adaptive=True)[1]) - 1) / 2
     tokens, chance = _heads.guess(heads, params, state.hidden, view.progress.token, ready, floor)
     valid = ready[:, None] & (chance > 0)
     return Proposal(tokens, valid, chance=chance * trust(state.pace)[:, None] if config.draft_adaptive else None)
@@ -91,7 +101,8 @@ def trust(pace: _pace.Pace) -> Float[Array, "B"]:
 
 def admit(state: State, row: Int[Array, ""], prompt: Int[Array, "S"], length: Int[Array, ""]) -> State:
     """A request takes the row."""
-    return State(state.hidden.at[row].set(0), state.known.at[row].set(False), _pace.restart(state.pace, row))
+    known = state.known.at[row].set(False)
+    return State(state.hidden.at[row].set(0), known, *(_pace.restart(pace, row) for pace in (state.pace, state.use)))
 
 
 def observe(
@@ -103,10 +114,16 @@ def observe(
     hidden: Float[Array, "B E"],
 ) -> State:
     """Keep the hidden state that the next round's heads look at, and what became of this round's guesses."""
-    chance = usual if proposal.chance is None else proposal.chance / trust(state.pace)[:, None]
+    if proposal.chance is None:
+        chance = jnp.broadcast_to(usual, proposal.valid.shape)
+    else:
+        chance = proposal.chance / trust(state.pace)[:, None]
     expected = jnp.sum(jnp.where(proposal.valid, chance, 0), axis=1)
     keep = jnp.where(expected > 0, MEMORY, 1.0)
     accepted = jnp.where(expected > 0, verdict.count - 1, 0)
     pace = _pace.Pace(state.pace.hits * keep + accepted, state.pace.trials * keep + expected)
+    guessed, checked = jnp.any(chance > 0, axis=1), jnp.any(proposal.valid, axis=1)
+    keep = jnp.where(guessed, MEMORY, 1.0)
+    use = _pace.Pace(state.use.hits * keep + checked, state.use.trials * keep + guessed)
     moved = emitted > 0
-    return State(jnp.where(moved[:, None], hidden, state.hidden), state.known | moved, pace)
+    return State(jnp.where(moved[:, None], hidden, state.hidden), state.known | moved, pace, use)

@@ -91,6 +91,8 @@ def _observe(
     """Each learns from the rounds that drafted its tokens."""
     drafted = jnp.sum(proposal.valid, axis=1)
     copies = _pace.learn(state.copies, jnp.where(state.copied, drafted, 0), verdict.count - 1)
-    guessed = proposal._replace(valid=proposal.valid & ~state.copied[:, None])
+    other = ~state.copied[:, None]
+    chance = None if proposal.chance is None else jnp.where(other, proposal.chance, 0)
+    guessed = proposal._replace(valid=proposal.valid & other, chance=chance)
     of_heads = medusa.observe(usual, state.heads, guessed, verdict, emitted, hidden)
     return State(extend(state.text, verdict, emitted), copies, state.copied, of_heads)

@@ -9,17 +9,16 @@ from jaxtyping import Array
 BITS = {1: jnp.dtype(jnp.uint8), 2: jnp.dtype(jnp.uint16)}
 
 
-def kept(dtype: Any) -> jnp.dtype:
-    """The type of an array that holds numbers of `dtype`."""
-    dtype = jnp.dtype(dtype)
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in BITS
-    return BITS[dtype.itemsize] if narrow and jax.default_backend() == "cpu" else dtype
+def as_bits(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The array that keeps the bits of narrow floats; any other as it is."""
+    narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize in BITS
+    return jax.ShapeDtypeStruct(array.shape, BITS[array.dtype.itemsize]) if narrow else array
 
 
-def keep(values: Array, dtype: Any) -> Array:
-    """Numbers of any type as the pool holds them."""
+def keep(values: Array, dtype: Any, kept: Any) -> Array:
+    """Numbers of any type as an array of type `kept` keeps those of `dtype`."""
     narrow = values.astype(dtype)
-    return narrow if kept(dtype) == dtype else jax.lax.bitcast_convert_type(narrow, kept(dtype))
+    return narrow if kept == dtype else jax.lax.bitcast_convert_type(narrow, kept)
 
 
 def numbers(array: Array, dtype: Any) -> Array:

@@ -10,7 +10,8 @@ from jaxtyping import Array
 class Format(NamedTuple):
     """A layout of pages as pure functions; it alone knows what is in the pool's arrays, which all have pages first.
 
-    `arrays(pages, page, heads, dim)`: name to shape and dtype of each stored array. ConfigError where the format has no
+    `arrays(pages, page, heads, dim)`: name to shape and dtype of each stored array (a pool may keep narrow floats as
+    their bits: `jaxspec.kv.bits`). ConfigError where the format has no
     pages of that size or heads of that dimension.
     `write(arrays, pages, offsets, k, v)`: stores keys and values `[.., K, D]` at slots given by physical page and
     offset `[..]`, and drops pages out of range. Where slots are stored in groups, a whole group `[.., group, K, D]` at

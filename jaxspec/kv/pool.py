@@ -1,16 +1,28 @@
 """The page pool: all layers in one array per stored kind, carried through the rounds and donated."""
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kv import tail
-from jaxspec.kv.bits import kept
+from jaxspec.kv.bits import as_bits
 from jaxspec.kv.format import Format
+from jaxspec.target import platform
 from jaxspec.types import Sequences
-from pallas_kernels import Rows, Tail, page_slots, paged_attention
+from pallas_kernels import (
+    XLA,
+    Kernels,
+    Rows,
+    Tail,
+    append_pages,
+    commit_pages,
+    page_slots,
+    paged_attention,
+    writes_pages,
+)
 
 Pool = dict[str, Array]
 
@@ -27,16 +39,19 @@ class PoolSpec:
     head_dim: int
     look_ahead: int = 0
     """Draft nodes that a tail has room for, where the format has tails."""
+    kernels: Kernels = XLA
+    """What reads and writes the pages."""
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The stored arrays."""
-        return self.format.arrays(self.num_layers * self.num_pages, self.page_size, self.num_kv_heads, self.head_dim)
+        pages = self.num_layers * self.num_pages
+        return self._kept(self.format.arrays(pages, self.page_size, self.num_kv_heads, self.head_dim))
 
     def tails(self, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
         """What `batch` sequences have apart from their pages: see `jaxspec.kv.tail`."""
         slots = self.format.group + self.look_ahead
         shape = (batch, self.num_layers, self.num_kv_heads, 2, slots, self.head_dim)
-        return {tail.TAIL: jax.ShapeDtypeStruct(shape, kept(tail.DTYPE))} if self.format.group else {}
+        return self._kept({tail.TAIL: jax.ShapeDtypeStruct(shape, tail.DTYPE)} if self.format.group else {})
 
     def allocate(self, batch: int) -> Pool:
         """An empty pool for so many sequences: zeros, so that a masked value is never NaN."""
@@ -48,6 +63,15 @@ class PoolSpec:
         """The pool of a draft model: as many pages, of as many slots."""
         form = self.format.draft or self.format
         return replace(self, format=form, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+    def _kept(self, arrays: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+        bits = self.kernels == XLA and platform() == "cpu"
+        return {name: as_bits(array) for name, array in arrays.items()} if bits else arrays
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Pallas kernels write the pages, and not the format."""
+        return self.kernels != XLA and writes_pages(self.shapes())
 
     @property
     def page_bytes(self) -> int:
@@ -75,11 +99,15 @@ def write_and_attend(
     q: Float[Array, "R T K G D"],
     k: Float[Array, "R T K D"],
     v: Float[Array, "R T K D"],
+    distinct: bool = False,
 ) -> tuple[Float[Array, "R T K G D"], Pool]:
-    """Store the rows' keys and values in one layer; then the attention of their queries over what is stored."""
+    """Store the rows' keys and values in one layer; then the attention of their queries over what is stored.
+
+    `distinct` promises that no two rows are of one sequence.
+    """
     group = spec.format.group
     if not group:
-        pool = append(spec, pool, layer, rows, table, k, v)
+        pool = append(spec, pool, layer, rows, table, k, v, distinct)
         return attend(spec, pool, layer, rows, table, ancestors, q), pool
     block = tail.own_group(pool, group, layer, rows, k, v)
     pool = tail.extend(pool, group, layer, rows, k, v)
@@ -91,9 +119,18 @@ def write_and_attend(
 
 
 def append(
-    spec: PoolSpec, pool: Pool, layer, rows: Rows, table: Int[Array, "B P"], k: Float[Array, "R T K D"], v
+    spec: PoolSpec,
+    pool: Pool,
+    layer,
+    rows: Rows,
+    table: Int[Array, "B P"],
+    k: Float[Array, "R T K D"],
+    v: Float[Array, "R T K D"],
+    distinct: bool = False,
 ) -> Pool:
     """Write the rows' keys and values into their slots of one layer; padding tokens are dropped."""
+    if spec.has_kernels:
+        return append_pages(pool, rows, table + layer * spec.num_pages, k, v, distinct=distinct, kernels=spec.kernels)
     pages, offsets = page_slots(rows, table, spec.page_size, k.shape[1])
     return spec.format.write(pool, _physical(spec, layer, pages), offsets, k, v)
 
@@ -109,8 +146,19 @@ def attend(
     last: Tail | None = None,
 ) -> Float[Array, "R T K G D"]:
     """Attention of one layer's queries over what is stored, the rows' own tokens included."""
-    table, scale = table + layer * spec.num_pages, spec.head_dim**-0.5
-    return paged_attention(q, pool, spec.format.read, rows, table, ancestors, last, page=spec.page_size, scale=scale)
+    mixed = paged_attention(
+        q,
+        pool,
+        spec.format.read,
+        rows,
+        table + layer * spec.num_pages,
+        ancestors,
+        last,
+        page=spec.page_size,
+        scale=spec.head_dim**-0.5,
+        kernels=spec.kernels,
+    )
+    return cast(Array, mixed)  # as no mass is asked for
 
 
 def compact(spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "B D"], count: Int[Array, "B"]) -> Pool:
@@ -120,6 +168,9 @@ def compact(spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "
     table, length = sequences.page_table[0], sequences.length[0]
     if spec.format.move is None:
         return _compact_tails(spec, pool, table, length, path, count)
+    if spec.has_kernels:
+        size = {"num_layers": spec.num_layers, "num_pages": spec.num_pages}
+        return commit_pages(pool, table, length, path, count, **size, kernels=spec.kernels)
     target = page_slots(Rows(batch, length, count), table, spec.page_size, depth)
     slot = length[:, None] + path
     source = table[batch[:, None], jnp.minimum(slot // spec.page_size, table.shape[1] - 1)], slot % spec.page_size

@@ -41,7 +41,7 @@ def own_group(
     """The slots of each row's group: those of the tail, and the row's own tokens."""
     at = _places(rows, group, k.shape[1], pool[TAIL].shape[-2])
     index = jnp.arange(at.shape[0])[:, None]
-    own = keep(jnp.stack([k, v], axis=-2), DTYPE)
+    own = keep(jnp.stack([k, v], axis=-2), DTYPE, pool[TAIL].dtype)
     return pool[TAIL][rows.sequence, layer].at[index, :, :, at].set(own, mode="drop")
 
 
@@ -58,7 +58,7 @@ def extend(pool: Pool, group: int, layer, rows: Rows, k: Float[Array, "R T K D"]
     last = jnp.zeros(tails.shape[0], end.dtype).at[rows.sequence].max(end)
     kept = rows._replace(count=jnp.where(end == last[rows.sequence], rows.count, 0))
     at = _places(kept, group, k.shape[1], tails.shape[-2])
-    own = keep(jnp.stack([k, v], axis=-2), DTYPE)
+    own = keep(jnp.stack([k, v], axis=-2), DTYPE, pool[TAIL].dtype)
     return pool | {TAIL: tails.at[rows.sequence[:, None], layer, :, :, at].set(own, mode="drop")}
 
 

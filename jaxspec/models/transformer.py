@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kv.pool import Pool, PoolSpec, write_and_attend
-from jaxspec.models.linear import linear
+from jaxspec.models.linear import linear, of_layer
 from jaxspec.models.spec import ModelSpec
 from jaxspec.types import Params, Sequences
 from pallas_kernels import Packing, Rows
@@ -82,13 +82,27 @@ def rotate(x: Float[Array, "R T K G D"], rotation) -> Float[Array, "R T K G D"]:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-@partial(jax.jit, static_argnames=("spec", "pool_spec"))
-def _layer(params, x, pool, layer, rotation, rows, table, ancestors, packing, *, spec: ModelSpec, pool_spec: PoolSpec):
+@partial(jax.jit, static_argnames=("spec", "pool_spec", "distinct"))
+def _layer(
+    params,
+    x,
+    pool,
+    layer,
+    rotation,
+    rows,
+    table,
+    ancestors,
+    packing,
+    *,
+    spec: ModelSpec,
+    pool_spec: PoolSpec,
+    distinct: bool,
+):
     # A jit of its own, so that the unrolled loop traces one layer and not all of them.
     def attend(q, k, v):
         if packing is not None:
             q, k, v = (a[0][packing.token] for a in (q, k, v))
-        mixed, written = write_and_attend(pool_spec, pool, layer, rows, table, ancestors, q, k, v)
+        mixed, written = write_and_attend(pool_spec, pool, layer, rows, table, ancestors, q, k, v, distinct=distinct)
         return (mixed if packing is None else mixed[packing.row, packing.column][None]), written
 
     return Block(spec).apply({"params": params}, x, rotation, attend)
@@ -105,27 +119,30 @@ def forward(
     pool: Pool,
     sequences: Sequences,
     packing: Packing | None = None,
+    *,
+    distinct: bool = False,
 ) -> tuple[Float[Array, "R T E"], Pool]:
     """Run rows of tokens through the layers: writes their keys and values, returns the normalised hidden states.
 
     With a `packing`, tokens and positions are `[1, N]` and only attention sees rows: no padding of a short row is
-    multiplied with the weights. `ancestors` None is causal within a row. Layers are unrolled where `params["layers"]`
+    multiplied with the weights. `distinct` promises that no two rows are of one sequence: kernels then write them all
+    at once. `ancestors` None is causal within a row. Layers are unrolled where `params["layers"]`
     is a tuple and scanned where it is one stacked tree; the block is the same.
     """
     table = sequences.page_table[0]
     rotation = rotation_at(spec, positions)
     x = params["embed"]["weight"][tokens]
-    layer_fn = partial(_layer, spec=spec, pool_spec=pool_spec)
+    layer_fn = partial(_layer, spec=spec, pool_spec=pool_spec, distinct=distinct)
     layers = params["layers"]
     if isinstance(layers, tuple):
         for index, layer in enumerate(layers):
             x, pool = layer_fn(layer, x, pool, jnp.int32(index), rotation, rows, table, ancestors, packing)
     else:
 
-        def body(carry, layer):
-            return layer_fn(layer[0], *carry, layer[1], rotation, rows, table, ancestors, packing), None
+        def body(carry, index):
+            return layer_fn(of_layer(layers, index), *carry, index, rotation, rows, table, ancestors, packing), None
 
-        (x, pool), _ = jax.lax.scan(body, (x, pool), (layers, jnp.arange(spec.num_layers)))
+        (x, pool), _ = jax.lax.scan(body, (x, pool), jnp.arange(spec.num_layers))
     return jnp.asarray(RMSNorm(spec.norm_eps).apply({"params": params["norm"]}, x)), pool
 
 

@@ -2,16 +2,18 @@
 
 Cost follows the lengths of the sequences, not the width of the page table: rows are taken in order of length, and when
 the shorter half of them needs no more pages the loop goes on with the longer half. A page that a row does not need is
-masked whole, which leaves that row's running maximum, sum and result unchanged to the bit.
+masked whole, which leaves that row's running maximum, sum and result unchanged to the bit. With a window every row
+begins at the first page that it sees; the sinks' pages come before.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layout import Rows, Tail, visible_slots
+from pallas_kernels.layout import PLAIN, Rows, Tail, Variant, visible_slots
 
 # Finite, so that a page masked whole gives exp(0) and not NaN; the first visible slot then wipes it out.
 MASKED = -1e30
@@ -23,8 +25,11 @@ class _Asked(NamedTuple):
     """What rows ask for; the arrays have these first."""
 
     queries: Float[Array, "R K Q D"]
+    sink_queries: Float[Array, "R K Q D"] | None
     rows: Rows
     table: Int[Array, "R P"]
+    first: Int[Array, "R"]
+    """The first page after the sinks' that the row looks at."""
     ancestors: Int[Array, "R T W"] | None
     tail: Tail | None
 
@@ -37,6 +42,16 @@ class _Sums(NamedTuple):
     mixed: Float[Array, "R K Q D"]
 
 
+class _Task(NamedTuple):
+    """What is the same for all rows."""
+
+    arrays: dict[str, Array]
+    read: Callable
+    page: int
+    width: int
+    variant: Variant
+
+
 def paged_attention(
     q: Float[Array, "R T K G D"],
     arrays: dict[str, Array],
@@ -45,34 +60,58 @@ def paged_attention(
     page_table: Int[Array, "B P"],
     ancestors: Int[Array, "R T W"] | None,
     tail: Tail | None = None,
+    sink_queries: Float[Array, "R T K G D"] | None = None,
     *,
     page: int,
     scale: float,
-) -> Float[Array, "R T K G D"]:
+    variant: Variant = PLAIN,
+) -> Float[Array, "R T K G D"] | tuple[Float[Array, "R T K G D"], Float[Array, "R K S"]]:
     """See `pallas_kernels.api.paged_attention`."""
     num_rows, width, heads, group, dim = q.shape
-    queries = (q * scale).transpose(0, 2, 1, 3, 4).reshape(num_rows, heads, width * group, dim)
+    task = _Task(arrays, read, page, width, variant)
+
+    def by_head(x):
+        return (x * scale).transpose(0, 2, 1, 3, 4).reshape(num_rows, heads, width * group, dim)
+
     end = rows.start + rows.count if tail is None else tail.start
-    used = jnp.where(rows.count > 0, (end + page - 1) // page, 0)
-    asked = _Asked(queries, rows, page_table[rows.sequence], ancestors, tail)
+    pages = jnp.where(rows.count > 0, (end + page - 1) // page, 0)
+    first = jnp.zeros_like(pages)
+    if variant.window is not None:
+        first = jnp.maximum(rows.start - variant.window + 1, 0) // page
+        first = jnp.minimum(jnp.maximum(first, _sink_pages(task)), pages)
+    used = pages - first
+    turned = None if sink_queries is None else by_head(sink_queries)
+    asked = _Asked(by_head(q), turned, rows, page_table[rows.sequence], first, ancestors, tail)
     order = None
     if num_rows > FEW:
         order = jnp.argsort(-used)
         asked, used = jax.tree.map(lambda a: a[order], (asked, used))
-    empty = jnp.zeros(queries.shape[:-1], jnp.float32)
-    sums = _Sums(empty + MASKED, empty, jnp.zeros(queries.shape, jnp.float32))
-    sums = _over_pages(asked, sums, used, arrays, read, width, page)
-    if tail is not None and asked.tail is not None:
-        slots = asked.tail.start[:, None] + jnp.arange(tail.keys.shape[2])
-        visible = visible_slots(asked.rows, slots, width, asked.ancestors)
-        sums = _add(sums, asked.queries, asked.tail.keys, asked.tail.values, visible)
+    sums = _over_pages(task, asked, _over_sinks(task, asked), used)
+    if asked.tail is not None:
+        sums = _add(sums, *_of_tail(task, asked, asked.tail))
     out = sums.mixed / jnp.maximum(sums.total, 1e-30)[..., None]
+    mass = _mass(task, asked, sums) if variant.mass else None
     if order is not None:
-        out = out[jnp.argsort(order)]
-    return out.reshape(num_rows, heads, width, group, dim).transpose(0, 2, 1, 3, 4).astype(q.dtype)
+        out, mass = jax.tree.map(lambda a: a[jnp.argsort(order)], (out, mass))
+    out = out.reshape(num_rows, heads, width, group, dim).transpose(0, 2, 1, 3, 4).astype(q.dtype)
+    return out if mass is None else (out, mass)
 
 
-def _over_pages(asked: _Asked, sums: _Sums, used: Int[Array, "R"], arrays, read, width: int, page: int) -> _Sums:
+def _sink_pages(task: _Task) -> int:
+    """Pages that are read for their sinks whatever the window."""
+    return 0 if task.variant.window is None else -(-task.variant.sinks // task.page)
+
+
+def _over_sinks(task: _Task, asked: _Asked) -> _Sums:
+    """The sums over the sinks' pages, where a window would leave them out; else empty ones."""
+    empty = jnp.zeros(asked.queries.shape[:-1], jnp.float32)
+    sums = _Sums(empty + MASKED, empty, jnp.zeros(asked.queries.shape, jnp.float32))
+    for index in range(_sink_pages(task)):
+        sums = _add(sums, *_of_page(task, asked, jnp.full_like(asked.first, index)))
+    return sums
+
+
+def _over_pages(task: _Task, asked: _Asked, sums: _Sums, used: Int[Array, "R"]) -> _Sums:
     """Add the pages that rows use: fewer from row to row where there are many; the half that is done drops out."""
     size, begin = len(used), jnp.int32(0)
     while True:
@@ -80,11 +119,7 @@ def _over_pages(asked: _Asked, sums: _Sums, used: Int[Array, "R"], arrays, read,
         part = jax.tree.map(lambda a, size=size: a[:size], asked)
 
         def add_page(index, sums: _Sums, part: _Asked = part) -> _Sums:
-            pages, slots = part.table[:, index], index * page + jnp.arange(page)
-            visible = visible_slots(part.rows, slots, width, part.ancestors)
-            if part.tail is not None:
-                visible &= (slots < part.tail.start[:, None])[:, None, :]
-            return _add(sums, part.queries, read(arrays, pages, 0), read(arrays, pages, 1), visible)
+            return _add(sums, *_of_page(task, part, part.first + index))
 
         end = jnp.maximum(begin, used[half] if half else jnp.max(used))
         done = jax.lax.fori_loop(begin, end, add_page, jax.tree.map(lambda a, size=size: a[:size], sums))
@@ -94,20 +129,80 @@ def _over_pages(asked: _Asked, sums: _Sums, used: Int[Array, "R"], arrays, read,
         size, begin = half, end
 
 
-def _add(
-    sums: _Sums,
-    queries: Float[Array, "R K Q D"],
+def _of_page(task: _Task, asked: _Asked, index: Int[Array, "R"]):
+    """Scores of one page of each row, masked, and its values."""
+    at = jnp.minimum(index, asked.table.shape[1] - 1)
+    pages = jnp.take_along_axis(asked.table, at[:, None], axis=1)[:, 0]
+    slots = index[:, None] * task.page + jnp.arange(task.page)
+    keys, values = (task.read(task.arrays, pages, which) for which in (0, 1))
+    return _scores(task, asked, slots, keys, None if asked.tail is None else asked.tail.start), values
+
+
+def _of_tail(task: _Task, asked: _Asked, tail: Tail):
+    """Scores of the tails, masked, and their values."""
+    return _scores(task, asked, _slots_of(tail), tail.keys), tail.values
+
+
+def _slots_of(tail: Tail) -> Int[Array, "R S"]:
+    return tail.start[:, None] + jnp.arange(tail.keys.shape[2])
+
+
+def _scores(
+    task: _Task,
+    asked: _Asked,
+    slots: Int[Array, "R S"],
     keys: Float[Array, "R K S D"],
-    values: Float[Array, "R K S D"],
-    visible: Bool[Array, "R T S"],
-) -> _Sums:
-    """The softmax with some more slots in it."""
-    score = jnp.einsum("rkqd,rkcd->rkqc", queries, keys, preferred_element_type=jnp.float32)
+    end: Int[Array, "R"] | None = None,
+) -> Float[Array, "R K Q S"]:
+    """Logits of all queries; what they do not see, or lies from `end` on, is masked."""
+
+    def product(queries):
+        return jnp.einsum("rkqd,rkcd->rkqc", queries, keys, preferred_element_type=jnp.float32)
+
+    score, cap = product(asked.queries), task.variant.soft_cap
+    if asked.sink_queries is not None:
+        score = jnp.where((slots < task.variant.sinks)[:, None, None], product(asked.sink_queries), score)
+    if cap is not None:
+        score = cap * jnp.tanh(score / cap)
+    visible = visible_slots(asked.rows, slots, task.width, asked.ancestors, task.variant)
+    if end is not None:
+        visible &= (slots < end[:, None])[:, None, :]
     shape = score.shape
-    score = score.reshape(*shape[:2], visible.shape[1], -1, shape[-1])
-    score = jnp.where(visible[:, None, :, None, :], score, MASKED).reshape(shape)
+    score = score.reshape(*shape[:2], task.width, -1, shape[-1])
+    return jnp.where(visible[:, None, :, None, :], score, MASKED).reshape(shape)
+
+
+def _add(sums: _Sums, score: Float[Array, "R K Q S"], values: Float[Array, "R K S D"]) -> _Sums:
+    """The softmax with some more slots in it."""
     peak = jnp.maximum(sums.peak, score.max(-1))
     weight = jnp.exp(score - peak[..., None])
     fade = jnp.exp(sums.peak - peak)
     update = jnp.einsum("rkqc,rkcd->rkqd", weight.astype(values.dtype), values, preferred_element_type=jnp.float32)
     return _Sums(peak, sums.total * fade + weight.sum(-1), sums.mixed * fade[..., None] + update)
+
+
+def _mass(task: _Task, asked: _Asked, sums: _Sums) -> Float[Array, "R K S"]:
+    """The softmax weights of each row's first token at all slots of the page table, a mean over its queries."""
+    group = asked.queries.shape[2] // task.width
+    first = jax.tree.map(lambda a: a[:, :, :group], (asked.queries, asked.sink_queries, sums))
+    ancestors = None if asked.ancestors is None else asked.ancestors[:, :1]
+    task, asked = task._replace(width=1), asked._replace(queries=first[0], sink_queries=first[1], ancestors=ancestors)
+    peak, total = first[2].peak[..., None], jnp.maximum(first[2].total, 1e-30)[..., None]
+
+    def weights(score):
+        return jnp.where(score > MASKED / 2, jnp.exp(score - peak) / total, 0).mean(2)
+
+    pages = asked.table.shape[1]
+    empty = jnp.zeros((*asked.queries.shape[:2], pages * task.page), jnp.float32)
+
+    def add_page(index, mass):
+        found = weights(_of_page(task, asked, jnp.full_like(asked.first, index))[0])
+        return jax.lax.dynamic_update_slice_in_dim(mass, found, index * task.page, axis=2)
+
+    used = jnp.max(jnp.where(asked.rows.count > 0, (asked.rows.start + task.page) // task.page, 0))
+    mass = jax.lax.fori_loop(0, used, add_page, empty)
+    if asked.tail is None:
+        return mass
+    found = weights(_of_tail(task, asked, asked.tail)[0])
+    rows = jnp.arange(found.shape[0])[:, None]
+    return mass.at[rows, :, _slots_of(asked.tail)].add(jnp.moveaxis(found, 1, 2), mode="drop")

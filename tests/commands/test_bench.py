@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.bench import costs, decode, engine
+from jaxspec.bench import decode
 from jaxspec.bench.costs import Costs
 from jaxspec.bench.engine import Bench, Measured, Sizes
 from jaxspec.cli import main
@@ -90,7 +90,8 @@ def test_ctrl_c_prints_what_is_done(run, monkeypatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(decode, "answer", answer)
     monkeypatch.setattr(
-        costs, "measure_costs", lambda engines, *_: dict.fromkeys(engines, Costs(0.0, 0.0, {8: 1.0}, 7))
+        "jaxspec.commands.bench_decode.measure_costs",
+        lambda engines, *_: dict.fromkeys(engines, Costs(0.0, 0.0, {8: 1.0}, 7)),
     )
     code, out, err = run("--json", str(tmp_path / "rows.json"))
     assert code == 130
@@ -160,7 +161,9 @@ def bench_engine(*arguments: str) -> int:
 
 
 def test_a_scenario_of_the_engine(tiny_model, monkeypatch, tmp_path: Path, capsys) -> None:
-    monkeypatch.setattr(engine, "Bench", partial(Bench, sizes=Sizes(limit=200, crowd=3, answer=20)))
+    monkeypatch.setattr(
+        "jaxspec.commands.bench_engine.Bench", partial(Bench, sizes=Sizes(limit=200, crowd=3, answer=20))
+    )
     common = ["--model", str(tiny_model), "--kv-memory", "0.002", "--json", str(tmp_path / "rows.json")]
     assert bench_engine("memory", *common) == 0
     out, err = capsys.readouterr()
@@ -180,7 +183,7 @@ def test_ctrl_c_prints_the_cases_that_are_done(tiny_model, monkeypatch, capsys) 
         if name == "chunks":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "run", run)
+    monkeypatch.setattr("jaxspec.commands.bench_engine.run", run)
     assert bench_engine("all", "--model", str(tiny_model)) == 130
     out, err = capsys.readouterr()
     assert "1.25" in out

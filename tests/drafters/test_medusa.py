@@ -13,14 +13,14 @@ import pytest
 
 from jaxspec import SamplingParams
 from jaxspec.config import EngineConfig
-from jaxspec.drafters import _heads, get_drafter
+from jaxspec.drafters import _heads, _pace, get_drafter
 from jaxspec.errors import ConfigError
 from jaxspec.kv.formats import get_format
 from jaxspec.models.heads import head_logits
 from jaxspec.models.loading import LoadedModel
 from jaxspec.sampling import sampling_row
 from jaxspec.tree import Tree
-from jaxspec.types import History, Models, Progress, View
+from jaxspec.types import History, Models, Progress, Verdict, View
 from tests.drafters.test_draft_model import LAW_KEPT, LAW_PROMPT, LAW_ROWS, follow_the_target, hot, text_chances
 from tests.drafters.test_drafters import REPEATING
 from tests.driver import SPEC, decode_all, make_program, random_params, write_heads
@@ -227,3 +227,21 @@ def test_rules_that_a_drafter_does_not_allow_are_refused(tmp_path) -> None:
     for name, rule in (("ngram", "rejection"), ("ngram", "typical"), ("layer_skip", "typical")):
         with pytest.raises(ConfigError, match=f"{name} cannot be verified by {rule}"):
             get_drafter(EngineConfig(drafter=name, verify=rule), loaded)
+
+
+def test_heads_that_seldom_pay_are_seldom_asked(tmp_path) -> None:
+    drafter, params = drafter_of(folder_of(tmp_path, CHAIN))
+    state = drafter.init(4, 64)
+    rare, often = _pace.Pace(0.0, 20.0), _pace.Pace(10.0, 20.0)
+    use = jax.tree.map(lambda *a: jnp.asarray(a), rare, rare, often, _pace.Pace(0.0, 0.0))
+    state = state._replace(known=jnp.ones(4, bool), hidden=state.hidden + 0.05, use=use)
+    zeros = jnp.zeros(4, jnp.int32)
+    progress = Progress(zeros + 4, jnp.int32([7, 8, 7, 7]), zeros == 0, zeros, zeros, zeros, zeros)
+    view = View(None, progress, None, None)
+    proposal, *_ = drafter.propose(params, state, {}, view, None)
+    np.testing.assert_array_equal(proposal.valid[:, 0], [False, True, True, True])
+    # A round that made guesses and checked none counts against them, one that made none does not count.
+    verdict = Verdict(None, None, zeros + 1, None)
+    after = drafter.observe(state, proposal._replace(valid=proposal.valid & False), verdict, zeros + 1, state.hidden)
+    np.testing.assert_allclose(after.use.trials, [20, 20, 20, 1])  # 20 * 0.95 + 1 is 20, too
+    np.testing.assert_allclose(after.use.hits, [0, 0, 10 * 0.95, 0], rtol=1e-6)

@@ -1,5 +1,6 @@
 """The one product of weights and activations, in both orders that the CPU uses."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.linear import linear
+from jaxspec.models.linear import linear, of_layer
 from jaxspec.models.quantization import dequantize, get_scheme, scheme_names
+from pallas_kernels.tpu import matmul
 
 
 def operands(tokens: int, dtype: Any = jnp.float32, inputs: int = 48) -> tuple[jax.Array, jax.Array]:
@@ -62,3 +64,26 @@ def test_leading_features_are_rows(tokens: int) -> None:
     x, weight = operands(tokens)
     y = linear(x, weight.reshape(5, 2, 8, 48))
     np.testing.assert_array_equal(y, linear(x, weight).reshape(tokens, 5, 2, 8))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("scheme", ["int4", pytest.param("int4_symmetric", marks=pytest.mark.slow), "fp8_block"])
+def test_on_tpus_kernels_read_a_layer_in_its_stack(monkeypatch: pytest.MonkeyPatch, scheme: str, stacked: bool) -> None:
+    """Interpreted, against the products of XLA."""
+    rng = np.random.default_rng(0)
+    weights = [get_scheme(scheme).quantize(rng.normal(size=(2, 3, 256)).astype(np.float32)) for _ in range(3)]
+    stack = {"weight": jax.tree.map(lambda *a: jnp.stack(a), *weights), "bias": jnp.arange(6.0).reshape(3, 2)}
+    x = jnp.asarray(rng.normal(size=(4, 256)), jnp.float32)
+    expected = linear(x, jax.tree.map(jnp.asarray, weights[1]))
+    calls = []
+    for name in ("int4_matmul", "block_matmul"):
+        kernel = partial(getattr(matmul, name), interpret=True)
+        monkeypatch.setattr(matmul, name, lambda *a, kernel=kernel: calls.append(a) or kernel(*a))
+    monkeypatch.setattr("jaxspec.models.linear.platform", lambda: "tpu")
+    layer = of_layer(stack, jnp.int32(1))
+    np.testing.assert_array_equal(layer["bias"], stack["bias"][1])
+    weight = layer["weight"] if stacked else jax.tree.map(jnp.asarray, weights[1])
+    found = jax.jit(lambda: linear(x, weight))()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 1
+    assert (calls[0][-1] is not None) == stacked  # the layer: its codes are in the stack

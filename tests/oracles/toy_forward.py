@@ -45,7 +45,9 @@ def _mixed(layer: int, state, position):
     return (state + 7 + layer) * (31 * position + 11 + layer) % PRIME
 
 
-def forward(params, spec, pool_spec, rows, tokens, positions, ancestors, pool, sequences, packing=None):
+def forward(
+    params, spec, pool_spec, rows, tokens, positions, ancestors, pool, sequences, packing=None, *, distinct=False
+):
     """In place of `jaxspec.models.transformer.forward`; hidden states are (hash, token)."""
     if packing is not None:
         tokens, positions = tokens[0][packing.token], positions[0][packing.token]
@@ -55,7 +57,7 @@ def forward(params, spec, pool_spec, rows, tokens, positions, ancestors, pool, s
     state = tokens
     for layer in range(spec.num_layers):
         k, v = (a.astype(jnp.float32)[..., None, None] for a in (state, positions))
-        pool = append(pool_spec, pool, layer, rows, table, k, v)
+        pool = append(pool_spec, pool, layer, rows, table, k, v, distinct)
         pages = (table[rows.sequence] + layer * pool_spec.num_pages).reshape(-1)
         states, places = (
             pool_spec.format.read(pool, pages, which).reshape(rows.start.shape[0], -1).astype(jnp.int32)

@@ -3,10 +3,9 @@
 import importlib
 import pkgutil
 
-import jax
-
 from jaxspec.errors import ConfigError
 from jaxspec.kv.format import Format
+from jaxspec.target import platform
 
 
 def format_names() -> list[str]:
@@ -17,7 +16,7 @@ def format_names() -> list[str]:
 def get_format(name: str) -> Format:
     """The format of that name; "auto" is float32 on the CPU and bfloat16 elsewhere. ConfigError lists the names."""
     if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        name = "float32" if platform() == "cpu" else "bfloat16"
     if name not in format_names():
         raise ConfigError(f"no kv_dtype named {name!r} (there are: auto, {', '.join(format_names())})")
     return importlib.import_module(f"{__name__}.{name}").FORMAT

@@ -1,9 +1,12 @@
-"""Formats that store every slot by itself, in arrays `[pages, heads, 2, page, ..]`: a page is one contiguous block."""
+"""Formats that store every slot by itself, in arrays `[pages, heads, 2, page, ..]`: a page is one contiguous block.
+
+Pallas kernels read and write them, too, by their names: `kv`, and `scale` of 8-bit numbers.
+"""
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.kv.bits import keep, kept, numbers
+from jaxspec.kv.bits import keep, numbers
 from jaxspec.kv.format import Format
 
 SCALE = jnp.dtype(jnp.bfloat16)
@@ -21,11 +24,11 @@ def plain(dtype: jnp.dtype) -> Format:
     def read(arrays, pages, which):
         # One gather: indexing pages first and the half second would copy keys and values both times.
         found = numbers(arrays["kv"][pages, :, which], dtype)
-        # The CPU multiplies in float32 whatever it is given; widening once is cheaper.
-        return found.astype(jnp.float32) if jax.default_backend() == "cpu" else found
+        # Bits are kept on the CPU, which multiplies in float32 whatever it is given; widening once is cheaper.
+        return found if found.dtype == arrays["kv"].dtype else found.astype(jnp.float32)
 
     def arrays(pages, page, heads, dim):
-        return {"kv": jax.ShapeDtypeStruct((pages, heads, 2, page, dim), kept(dtype))}
+        return {"kv": jax.ShapeDtypeStruct((pages, heads, 2, page, dim), dtype)}
 
     return Format(arrays, write, read, _move)
 
@@ -53,15 +56,15 @@ def scaled(dtype: jnp.dtype) -> Format:
 
     def arrays(pages, page, heads, dim):
         return {
-            "kv": jax.ShapeDtypeStruct((pages, heads, 2, page, dim), kept(dtype)),
-            "scale": jax.ShapeDtypeStruct((pages, heads, 2, page), kept(SCALE)),
+            "kv": jax.ShapeDtypeStruct((pages, heads, 2, page, dim), dtype),
+            "scale": jax.ShapeDtypeStruct((pages, heads, 2, page), SCALE),
         }
 
     return Format(arrays, write, read, _move)
 
 
 def _store(array, pages, offsets, values, dtype):
-    return array.at[pages, :, :, offsets].set(keep(values, dtype), mode="drop")
+    return array.at[pages, :, :, offsets].set(keep(values, dtype, array.dtype), mode="drop")
 
 
 def _move(arrays, source, target):

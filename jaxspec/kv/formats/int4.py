@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxspec.errors import ConfigError
-from jaxspec.kv.bits import keep, kept, numbers
+from jaxspec.kv.bits import keep, numbers
 from jaxspec.kv.format import Format
 from jaxspec.kv.formats import int8
 from jaxspec.kv.formats._slots import LEAST, SCALE
@@ -32,8 +32,8 @@ def grouped(group: int) -> Format:
             raise ConfigError(f"kv_dtype int4 needs heads of an even dimension, not of {dim}")
         return {
             "kv": jax.ShapeDtypeStruct((pages, heads, 2, page, dim // 2), jnp.uint8),
-            "key_scale": jax.ShapeDtypeStruct((pages, heads, page // group, 2, dim), kept(SCALE)),
-            "value_scale": jax.ShapeDtypeStruct((pages, heads, page, dim // _shared(dim), 2), kept(SCALE)),
+            "key_scale": jax.ShapeDtypeStruct((pages, heads, page // group, 2, dim), SCALE),
+            "value_scale": jax.ShapeDtypeStruct((pages, heads, page, dim // _shared(dim), 2), SCALE),
         }
 
     def write(arrays, pages, offsets, k, v):
@@ -42,14 +42,16 @@ def grouped(group: int) -> Format:
         parts = v.reshape(*v.shape[:-1], -1, _shared(v.shape[-1]))
         value_codes, value_scale = _quantise(parts, -1)
         codes = jnp.stack([_packed(key_codes), _packed(value_codes.reshape(v.shape))], axis=-3)
+        key_scale = keep(key_scale, SCALE, arrays["key_scale"].dtype)
+        value_scale = keep(value_scale, SCALE, arrays["value_scale"].dtype)
         index = offsets // group
         slots = offsets[..., None] + jnp.arange(group)
         return {
             "kv": arrays["kv"].at[pages[..., None], :, :, slots].set(jnp.moveaxis(codes, -2, pages.ndim), mode="drop"),
-            "key_scale": arrays["key_scale"].at[pages, :, index].set(keep(key_scale, SCALE), mode="drop"),
+            "key_scale": arrays["key_scale"].at[pages, :, index].set(key_scale, mode="drop"),
             "value_scale": arrays["value_scale"]
             .at[pages[..., None], :, slots]
-            .set(keep(jnp.moveaxis(value_scale, -3, pages.ndim), SCALE), mode="drop"),
+            .set(jnp.moveaxis(value_scale, -3, pages.ndim), mode="drop"),
         }
 
     def read(arrays, pages, which):

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -24,6 +23,7 @@ from jaxspec.models.loading.stream import Source, read_parameters
 from jaxspec.models.loading.wheel import Wheel, cached_member
 from jaxspec.models.quantization import get_scheme, scheme_names, scheme_of, stored_tree
 from jaxspec.models.spec import ModelSpec
+from jaxspec.target import platform
 from jaxspec.tokenizer import Tokenizer
 
 LOG = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def load_model(model: str, weights: str = "auto", progress: bool = True, packed:
     found = open_model(model)
     dtype, scheme = _weights(found, weights)
     if packed is None:
-        packed = jax.default_backend() != "cpu"
+        packed = platform() != "cpu"
         if scheme is not None and not packed:
             LOG.warning(
                 "%s: %s weights are dequantised to %s: XLA has no fast products of them here", model, scheme, dtype
@@ -111,7 +111,7 @@ def chosen_scheme(found: Checkpoint, weights: str) -> str | None:
 
 def _weights(found: Checkpoint, weights: str) -> tuple[np.dtype, str | None]:
     """The type of what stays plain, and the scheme of the matrices if they are quantised."""
-    plain = weights if weights in DTYPES else "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    plain = weights if weights in DTYPES else "float32" if platform() == "cpu" else "bfloat16"
     return DTYPES[plain], chosen_scheme(found, weights)
 
 

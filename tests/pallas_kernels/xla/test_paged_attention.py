@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.tree import Tree
-from pallas_kernels import Rows, paged_attention
+from pallas_kernels import Rows, Variant, paged_attention
 
 PAGE, TABLE_WIDTH, DIM = 8, 12, 16
 SEQUENCES = 7
@@ -23,7 +23,7 @@ def read(arrays, pages, which):
     return arrays["kv"][pages, :, which]
 
 
-attend = jax.jit(partial(paged_attention, read=read, page=PAGE, scale=DIM**-0.5))
+attend = jax.jit(partial(paged_attention, read=read, page=PAGE, scale=DIM**-0.5), static_argnames="variant")
 
 
 @dataclass
@@ -38,12 +38,14 @@ class Case:
     dtype: str = "float32"
     seed: int = 0
     tree: Tree | None = None
+    variant: Variant = Variant()
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
         lengths = [max([0, *(start + n for s, start, n in self.rows if s == seq)]) for seq in range(SEQUENCES)]
         self.kv = [rng.normal(size=(2, length, self.heads, DIM)).astype(self.dtype) for length in lengths]
         self.q = rng.normal(size=(SEQUENCES, self.width, self.heads, self.group, DIM)).astype(np.float32)
+        self.sink_q = rng.normal(size=self.q.shape).astype(np.float32)
         self.table = rng.permutation(PAGES)[: SEQUENCES * TABLE_WIDTH].reshape(SEQUENCES, -1)
         pool = np.zeros((PAGES, self.heads, 2, PAGE, DIM), self.dtype)
         pool[:, :, 0], pool[:, :, 1] = POISON[0], POISON[1]
@@ -59,37 +61,54 @@ class Case:
             return None
         return jnp.broadcast_to(self.tree.ancestor_words, (SEQUENCES, *self.tree.ancestor_words.shape))
 
-    def run(self, **change) -> np.ndarray:
-        """The implementation's result `[R, T, K, G, D]`."""
+    def run(self, **change):
+        """The implementation's result `[R, T, K, G, D]`, and the mass where the variant asks for it."""
         values = {"q": self.q, "pool": self.pool, "rows": self.rows, "table": self.table} | change
         empty = [(0, 0, 0)] * (SEQUENCES - len(values["rows"]))
         rows = Rows(*jnp.array([*values["rows"], *empty], jnp.int32).T)
-        return np.asarray(
-            attend(
-                jnp.asarray(values["q"]),
-                {"kv": jnp.asarray(values["pool"])},
-                rows=rows,
-                page_table=jnp.asarray(values["table"]),
-                ancestors=self.ancestors,
-            )
+        found = attend(
+            jnp.asarray(values["q"]),
+            {"kv": jnp.asarray(values["pool"])},
+            rows=rows,
+            page_table=jnp.asarray(values["table"]),
+            ancestors=self.ancestors,
+            sink_queries=jnp.asarray(self.sink_q) if self.variant.sinks else None,
+            variant=self.variant,
         )
+        return jax.tree.map(np.asarray, found)
 
     def seen(self, row: int, token: int) -> list[int]:
         """Slots that one query attends to."""
         start = self.rows[row][1]
         if self.tree is None:
-            return list(range(start + token + 1))
-        return [*range(start), *(start + int(j) for j in np.flatnonzero(self.tree.is_ancestor[token]))]
+            slots = range(start + token + 1)
+            position = start + token
+        else:
+            slots = [*range(start), *(start + int(j) for j in np.flatnonzero(self.tree.is_ancestor[token]))]
+            position = start + self.tree.depths[token]
+        window, sinks = self.variant.window, self.variant.sinks
+        own = range(start, start + self.width) if self.tree else ()
+        return [s for s in slots if window is None or s > position - window or s < sinks or s in own]
+
+    def weights(self, row: int, token: int) -> np.ndarray:
+        """Softmax over the slots that one query attends to `[K, G, seen]`, in float64."""
+        seen = np.array(self.seen(row, token))
+        keys = self.kv[self.rows[row][0]][0, seen].astype(np.float64)
+        score, turned = (
+            np.einsum("kgd,skd->kgs", q[row, token].astype(np.float64), keys) * DIM**-0.5 for q in (self.q, self.sink_q)
+        )
+        score = np.where(seen < self.variant.sinks, turned, score)
+        if self.variant.soft_cap is not None:
+            score = self.variant.soft_cap * np.tanh(score / self.variant.soft_cap)
+        weight = np.exp(score - score.max(-1, keepdims=True))
+        return weight / weight.sum(-1, keepdims=True)
 
     def check(self, found: np.ndarray, tolerance: float = 2e-6) -> None:
         """Every real token's result is the dense one."""
         for row, (seq, _, count) in enumerate(self.rows):
             for token in range(count):
-                keys, values = self.kv[seq][:, self.seen(row, token)].astype(np.float64)
-                score = np.einsum("kgd,skd->kgs", self.q[row, token].astype(np.float64), keys) * DIM**-0.5
-                weight = np.exp(score - score.max(-1, keepdims=True))
-                weight /= weight.sum(-1, keepdims=True)
-                expected = np.einsum("kgs,skd->kgd", weight, values)
+                values = self.kv[seq][1, self.seen(row, token)].astype(np.float64)
+                expected = np.einsum("kgs,skd->kgd", self.weights(row, token), values)
                 np.testing.assert_allclose(found[row, token], expected, atol=tolerance, rtol=tolerance)
 
 
@@ -172,6 +191,41 @@ def test_scores_far_below_zero_are_not_taken_for_masked_ones() -> None:
     keys[np.isfinite(keys)] = 1
     case.q[:] = -1e6
     case.check(case.run())
+
+
+STARTS = [0, 1, PAGE - 3, 2 * PAGE, 33, 60]
+VARIANTS = {
+    "window within a page": Variant(window=6),
+    "window of some pages": Variant(window=21),
+    "sinks": Variant(window=9, sinks=4),
+    "sinks that cross a page": Variant(window=11, sinks=PAGE + 1),
+    "soft cap": Variant(soft_cap=0.5),
+    "all": Variant(window=9, sinks=4, soft_cap=0.5, mass=True),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("tree", [None, TREES["small"]], ids=["chain", "tree"])
+def test_variants(name: str, tree: Tree | None) -> None:
+    case = Case(rows_over(STARTS, 6), 6, tree=tree, variant=VARIANTS[name])
+    found = case.run()
+    case.check(found[0] if case.variant.mass else found)
+
+
+def test_a_window_shorter_than_a_prompt_chunk() -> None:
+    case = Case([(0, 0, 10), (0, 10, 10), (1, 3, 10), (2, 40, 7)], 10, variant=Variant(window=4, sinks=2))
+    case.check(case.run())
+
+
+@pytest.mark.parametrize("variant", [Variant(mass=True), Variant(window=9, sinks=4, mass=True)], ids=["full", "sinks"])
+def test_mass_is_the_softmax_of_each_rows_first_token(variant: Variant) -> None:
+    case = Case(rows_over(STARTS, 6), 6, tree=TREES["small"], variant=variant)
+    out, mass = case.run()
+    case.check(out)
+    for row in range(len(case.rows)):
+        expected = np.zeros(mass.shape[1:])
+        expected[:, case.seen(row, 0)] = case.weights(row, 0).mean(1)
+        np.testing.assert_allclose(mass[row], expected, atol=2e-6)
 
 
 # Law 3a and law 5

@@ -1,0 +1,123 @@
+"""Law 4 through the engine: interpreted Pallas kernels give the texts that XLA gives, with every drafter and format."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from jaxspec import decode
+from jaxspec.config import EngineConfig, SamplingParams
+from jaxspec.drafters import get_drafter
+from jaxspec.engine import Engine
+from jaxspec.kv.formats import get_format
+from jaxspec.kv.pool import PoolSpec
+from jaxspec.models.loading import LoadedModel, load_model
+from jaxspec.models.transformer import init_params, stack_layers
+from jaxspec.plan.chips import chip_of_topology
+from jaxspec.plan.shape import read_shape
+from jaxspec.plan.topology import compile_for
+from jaxspec.program import Program
+from jaxspec.types import Models
+from pallas_kernels import Kernels, Rows
+from tests.driver import SPEC, random_params, write_heads
+from tests.oracles.serving import Work, serve
+
+PAGE, CONTEXT = 32, 96
+CLOSE = {"float32": 1e-3, "bfloat16": 0.05, "int8": 0.05, "fp8": 0.05, "int4": 0.05}
+"""How far a log probability may be from XLA's: kernels multiply in bfloat16 where pages are narrower than float32."""
+TEXT = [5, 9, 7, 11, 30, 31, 32, 5, 9, 7, 40, 41, 42, 43, 44, 45, 5, 9, 7, 11, 8, 6, 5, 9, 7, 11, 5, 9, 7]
+FEW = [("float32", "medusa"), ("int8", "ngram")]
+DRAFTERS = ("none", "ngram", "layer_skip", "draft_model", "medusa", "ngram_medusa")
+REST = [(kv, drafter) for kv in CLOSE for drafter in DRAFTERS if (kv, drafter) not in FEW]
+
+
+@pytest.fixture
+def transformer(tiny_model, drafter: str) -> LoadedModel:
+    """Of as few layers as there must be: interpreting takes long."""
+    tokenizer, params = load_model(str(tiny_model), progress=False).tokenizer, random_params().target
+    layers = params["layers"][: 2 if drafter == "layer_skip" else 1]
+    spec = replace(SPEC, max_context=CONTEXT, num_layers=len(layers))
+    return LoadedModel(spec, {**params, "layers": layers}, tokenizer, "small")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> str:
+    return str(write_heads(tmp_path_factory.mktemp("heads"), SPEC, conditioned=16))
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "drafter"), [*FEW, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in REST)]
+)
+def test_kernels_give_the_texts_of_xla(unoptimised, monkeypatch, transformer, heads, kv_dtype, drafter) -> None:
+    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_: transformer)
+    monkeypatch.setattr("jaxspec.config.PREFILL_ROW", 1)
+    monkeypatch.setattr("jaxspec.engine.PREFILL_ROW", 16)
+    monkeypatch.setattr("jaxspec.engine.BATCH_BUCKETS", ())
+    config = EngineConfig(
+        kv_dtype=kv_dtype,
+        drafter=drafter,
+        draft_model="small",
+        medusa_heads=heads,
+        draft_tokens=3,
+        draft_adaptive=False,
+        ngram_min=1,
+        verify="coupled",
+        max_batch=2,
+        page_size=64 if kv_dtype == "int4" else PAGE,
+        prefill_chunk=16,
+    )
+    params = [
+        SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2),
+        SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2, temperature=0.8, seed=3),
+    ]
+    work = [Work("0", TEXT, params[0]), Work("1", TEXT[:12], params[1], 1)]
+    by_xla, by_kernels = (
+        serve(Engine(transformer, msgspec.structs.replace(config, implementation=name)), work)
+        for name in ("xla", "pallas")
+    )
+    compared = 0
+    for key, expected in by_xla.items():
+        gaps = [abs(float(np.subtract(*list(entry.top.values())[:2]))) for entry in expected.logprobs]
+        clear = next((i for i, gap in enumerate(gaps) if gap < 2 * CLOSE[kv_dtype]), len(gaps))
+        assert by_kernels[key].token_ids[:clear] == expected.token_ids[:clear]
+        both = ([entry.logprob for entry in results[key].logprobs[:clear]] for results in (by_xla, by_kernels))
+        np.testing.assert_allclose(*both, atol=CLOSE[kv_dtype])
+        compared += clear
+    assert compared >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "kv_dtype", "drafter"), [("v5e:2x4", "int8", "ngram"), ("v6e:2x4", "bfloat16", "none")]
+)
+def test_law_6_the_loop_compiles_for_a_tpu_and_copies_no_pool(topology: str, kv_dtype: str, drafter: str) -> None:
+    """Two layers of Llama 3.1 8B, 8 requests of 2,048 tokens; also the writing of a prompt's chunk."""
+    pytest.importorskip("libtpu")
+    spec = replace(read_shape("llama-3.1-8b").spec, num_layers=2)
+    plan, _ = get_drafter(EngineConfig(drafter=drafter), LoadedModel(spec, None, None, "llama"))
+    page = 256 if kv_dtype == "int8" else 128
+    kernels = Kernels("tpu", chip_of_topology(topology))
+    # A pool as large as real ones: XLA keeps a copy of small arrays in faster memory.
+    shape = spec.num_layers, 7168 * 256 // page, page, spec.num_kv_heads, spec.head_dim, plan.tree.size
+    pool = PoolSpec(get_format(kv_dtype), *shape, kernels)
+    program = Program(spec, pool, plan)
+    weights = jax.eval_shape(lambda: stack_layers(init_params(spec, jax.random.key(0), jnp.bfloat16)))
+    params, state = Models(weights, {}), jax.eval_shape(partial(decode.init_state, program, 8, 2048 // page))
+    number, numbers = (jax.ShapeDtypeStruct(size, jnp.int32) for size in ((), (4,)))
+    chunk = Rows(numbers, numbers, numbers), jax.ShapeDtypeStruct((256,), jnp.int32)
+    calls = [
+        (partial(decode.run.__wrapped__, program=program), number, number),
+        (partial(decode.prefill.__wrapped__, program=program, width=64), *chunk),
+    ]
+    for function, *arguments in calls:
+        compiled = compile_for(topology, function, params, state, *arguments, donate=(1,)).program
+        shapes = {",".join(map(str, array.shape)) for array in pool.shapes().values()}
+        copies = [line for line in compiled.as_text().splitlines() if re.search(r" copy(-start)?\(", line)]
+        assert not [line for line in copies if any(f"[{shape}]" in line for shape in shapes)]
+        stored = sum(array.size * array.dtype.itemsize for array in pool.shapes().values())
+        assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * stored  # logits, mostly
