@@ -67,11 +67,11 @@ def paged_attention(
     )
 
 
-def writes_pages(arrays: dict[str, Any]) -> bool:
+def writes_pages(arrays: dict[str, Any], kernels: Kernels) -> bool:
     """Whether kernels write pages of such arrays, or of such shapes and types; where not, the log says why, once."""
     from pallas_kernels import tpu
 
-    why = tpu.unsupported_pages(arrays)
+    why = tpu.unsupported_pages(arrays, kernels.interpret)
     if why is not None:
         tell_fallback("the writing of pages", why)
     return why is None

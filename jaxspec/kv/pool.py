@@ -71,7 +71,7 @@ class PoolSpec:
     @property
     def has_kernels(self) -> bool:
         """Whether Pallas kernels write the pages, and not the format."""
-        return self.kernels != XLA and writes_pages(self.shapes())
+        return self.kernels != XLA and writes_pages(self.shapes(), self.kernels)
 
     @property
     def page_bytes(self) -> int:

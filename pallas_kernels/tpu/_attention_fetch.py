@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu._attention_work import Item, Plan, block_at, item_at, wanted_pages
+from pallas_kernels.tpu._attention_work import Item, Plan, block_at, for_each, item_at, wanted_pages
 
 NEXT_ITEM, NEXT_BLOCK, NEXT_SLOT, SLOT = range(4)
 """What `refs.cursor` holds: the block to be fetched next, the buffer it goes to, and the buffer to be used next."""
@@ -18,7 +18,7 @@ def start(plan: Plan, refs: SimpleNamespace) -> None:
     """Begin to fill all buffers but one."""
     for i in range(4):
         refs.cursor[i] = 0
-    _for_each(0, plan.blocks.buffers - 1, lambda _: fetch_next(plan, refs))
+    for_each(0, plan.blocks.buffers - 1, lambda _: fetch_next(plan, refs))
 
 
 def fetch_next(plan: Plan, refs: SimpleNamespace) -> None:
@@ -74,10 +74,10 @@ def wait(plan: Plan, refs: SimpleNamespace, item: Item, block):
     step = plan.masked_tokens // plan.page
     sinks, low, high = wanted_pages(plan, item, block)
     if plan.variant.window is not None:
-        _for_each(0, sinks, wait_page)
-        _for_each(sinks, low, clear_page)
-    _for_each(low, high, wait_page)
-    _for_each(high, jax.lax.div(high + (step - 1), step) * step, clear_page)
+        for_each(0, sinks, wait_page)
+        for_each(sinks, low, clear_page)
+    for_each(low, high, wait_page)
+    for_each(high, jax.lax.div(high + (step - 1), step) * step, clear_page)
     return slot
 
 
@@ -90,16 +90,6 @@ def _take_slot(plan: Plan, refs: SimpleNamespace):
 def _after(plan: Plan, slot):
     """The buffer after this one."""
     return jnp.where(slot + 1 == plan.blocks.buffers, 0, slot + 1)
-
-
-def _for_each(begin, end, call) -> None:
-    """`call(j)` for j from `begin` up to `end`."""
-
-    def step(j, carry):
-        call(j)
-        return carry
-
-    jax.lax.fori_loop(begin, end, step, 0)
 
 
 def _pairs(refs: SimpleNamespace) -> list:

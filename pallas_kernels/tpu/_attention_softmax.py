@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.layout import WORD
-from pallas_kernels.tpu._attention_work import Item, Plan, Scalar, needed
+from pallas_kernels.tpu._attention_work import Item, Plan, Scalar, for_each, needed
 from pallas_kernels.tpu.blocks import LANES, SUBLANES, TILE
 
 MASKED = -1e30
@@ -73,7 +73,7 @@ def add_block(plan: Plan, refs: SimpleNamespace, item: Item, block, slot) -> Non
         def _() -> None:
             _for_queries(refs, lambda head, rows: _add(plan, refs, head, rows, part))
 
-    _for_each(plan.block // size, add_part)
+    for_each(0, plan.block // size, add_part)
 
 
 def finish(plan: Plan, refs: SimpleNamespace, item: Item) -> None:
@@ -88,9 +88,9 @@ def finish(plan: Plan, refs: SimpleNamespace, item: Item) -> None:
         weight = jnp.where(jax.lax.broadcasted_iota(jnp.int32, weight.shape, 0) < plan.group, weight, 0)
         refs.mass[0, pl.ds(head, 1)] = jnp.sum(weight, axis=0, keepdims=True) * (1 / plan.group)
 
-    _for_each(refs.peak.shape[0], write)
+    for_each(0, refs.peak.shape[0], write)
     if plan.variant.mass:
-        pl.when(item.tile == 0)(lambda: _for_each(refs.peak.shape[0], write_mass))
+        pl.when(item.tile == 0)(lambda: for_each(0, refs.peak.shape[0], write_mass))
 
 
 def _part(plan: Plan, item: Item, block, slot, index, size: int, *, masked: bool) -> _Part:
@@ -100,28 +100,15 @@ def _part(plan: Plan, item: Item, block, slot, index, size: int, *, masked: bool
     return _Part(item, slot, [index * count + j for j in range(count)], begin, masked)
 
 
-def _for_each(count: int, call: Callable) -> None:
-    """`call(i)` for i from 0 up to `count`; no loop around a single one, for the compiler to see the code beside it."""
-
-    def step(i, carry):
-        call(i)
-        return carry
-
-    if count == 1:
-        call(0)
-    else:
-        jax.lax.fori_loop(0, count, step, 0)
-
-
 def _for_queries(refs: SimpleNamespace, call: Callable) -> None:
     """`call(head, rows)` for every head and every `TILE` rows of its queries."""
     heads, queries, _ = refs.peak.shape
     size = min(queries, TILE)
 
     def visit(head) -> None:
-        _for_each(queries // size, lambda i: call(head, pl.ds(pl.multiple_of(i * size, SUBLANES), size)))
+        for_each(0, queries // size, lambda i: call(head, pl.ds(pl.multiple_of(i * size, SUBLANES), size)))
 
-    _for_each(heads, visit)
+    for_each(0, heads, visit)
 
 
 def _total(refs: SimpleNamespace, head):

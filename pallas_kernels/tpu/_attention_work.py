@@ -4,6 +4,7 @@ A *work item* is one tile of a row's query tokens against all the slots it sees;
 item goes over *blocks*: groups of `fetch_pages` logical pages, fetched together.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -139,3 +140,17 @@ def all_visible(plan: Plan, item: Item, block):
     begin = block * plan.block
     seen = begin + plan.block <= item.full_to
     return seen if plan.variant.window is None and not plan.sink_queries else seen & (begin >= item.full_from)
+
+
+def for_each(begin, end, call: Callable) -> None:
+    """`call(i)` for i from `begin` up to `end`; no loop around a single one, for the compiler to see the code beside
+    it."""
+
+    def step(i, carry):
+        call(i)
+        return carry
+
+    if isinstance(begin, int) and isinstance(end, int) and end == begin + 1:
+        call(begin)
+    else:
+        jax.lax.fori_loop(begin, end, step, 0)

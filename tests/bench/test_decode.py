@@ -119,6 +119,7 @@ REPEATING = [Question(i, "copy", ["the sea the sea the sea the sea " * 2 + "x" *
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_drafters_share_parameters_and_give_the_same_text(engines) -> None:
     none, ngram = engines.values()
     leaf = "embed", "weight"

@@ -75,6 +75,7 @@ def test_memory(bench):
     assert paged["waste_share"] < 0.25 * base["waste_share"]
 
 
+@pytest.mark.slow
 def test_prefix_hits_all_but_the_first_readers(bench):
     measured = [one for one in run("prefix", bench) if one.scenario == "prefix"]
     assert [one.case for one in measured] == ["cache off", "cache on"] * 2
@@ -120,6 +121,7 @@ def test_chunks_shorten_the_wait(bench, monkeypatch):
         assert one.figures["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_throughput(bench):
     measured = list(run("throughput", bench))
     assert [one.case for one in measured] == [
@@ -131,6 +133,7 @@ def test_throughput(bench):
         assert one.figures["tau"] >= 1.0
 
 
+@pytest.mark.slow
 def test_formats_of_fewer_bits_run_more_at_once(bench):
     little = Sizes(limit=512, answer=150, little=2**17, eager=5, crowded=5, formats=("bfloat16", "int8"))
     rows = {row["case"]: row for row in make_rows(list(run("formats", replace(bench, repeats=1, sizes=little))))}

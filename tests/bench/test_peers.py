@@ -85,6 +85,7 @@ def test_prints_a_row_a_batch_and_writes_json(
         assert row["ratio"][PEER] == pytest.approx(row["tok/s"][OURS] / row["tok/s"][PEER])
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_questions_of_all_lengths_are_answered_by_both(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

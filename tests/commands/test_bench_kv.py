@@ -71,6 +71,7 @@ def test_table_rows_and_plot(run, tmp_path: Path) -> None:
     assert "…" not in out
 
 
+@pytest.mark.slow
 def test_weights_are_compared_with_the_first_format(run, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     options = ["--formats", "float32", "--weights", "float32,int8", "--passkey", "", "--json", str(file)]

@@ -1,5 +1,6 @@
 """`jaxspec generate` on a tiny model with random weights, and once on the real one."""
 
+import contextlib
 import json
 import os
 import re
@@ -129,7 +130,7 @@ def uncoloured(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-@pytest.mark.parametrize("prompts", [[COPY], [COPY, "she sells"]])
+@pytest.mark.parametrize("prompts", [pytest.param([COPY], marks=pytest.mark.slow), [COPY, "she sells"]])
 def test_speculation_in_colour(run, monkeypatch, prompts):
     # Random weights repeat nothing: a coin that decides between two letters does.
     coin = ["--temperature", "1", "--seed", "5", "--logit-bias", "70:99", "--logit-bias", "71:99"]
@@ -190,8 +191,12 @@ def test_ctrl_c_says_what_was_answered_and_exits_130(tiny_model):
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("=== the sea")
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        err = None
+        while err is None:
+            process.send_signal(signal.SIGINT)
+            # Python drops what is raised while it frees an object: one signal in many is lost.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert err.splitlines()[-1].endswith("of 4000 prompts are answered")
     assert "Traceback" not in err

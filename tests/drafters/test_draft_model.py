@@ -59,7 +59,9 @@ def test_a_shorter_context_is_refused_unless_it_is_not_used(target, tiny_model):
     build(long, draft_model=str(tiny_model), max_context=256)
 
 
-@pytest.mark.parametrize("prompt", [[4], [4, 5], [4, 5, 6, 7]])
+@pytest.mark.parametrize(
+    "prompt", [[4], *(pytest.param(more, marks=pytest.mark.slow) for more in ([4, 5], [4, 5, 6, 7]))]
+)
 def test_the_target_as_its_own_draft_is_always_right(prompt):
     params = random_params()
     job = MIX[1]._replace(prompt=prompt)
@@ -202,6 +204,7 @@ def test_a_padded_vocabulary_of_another_length_changes_nothing():
     assert got.steps == 4
 
 
+@pytest.mark.slow
 def test_layer_skip_runs_in_the_engine(tiny_model):
     plain = LLM(str(tiny_model), max_batch=1)
     skipping = LLM(str(tiny_model), max_batch=1, drafter="layer_skip", draft_layers=1, verify="coupled")

@@ -210,7 +210,7 @@ def plain() -> dict[int, Result]:
     return decode_all(random_params(), make_program(pages=160), REPEATING, batch=len(REPEATING))
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("adaptive", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("name", [name for name in drafter_names() if name != "none"])
 def test_law_1_the_tokens_are_those_of_plain_decoding(
     unoptimised, name: str, adaptive: bool, target: LoadedModel, plain, tmp_path

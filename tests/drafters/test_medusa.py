@@ -85,7 +85,8 @@ def test_guesses_are_the_likeliest_under_each_path(tmp_path, conditioned: int, t
 
 
 @pytest.mark.parametrize(
-    ("kv", "nodes", "conditioned"), [("float32", CHAIN, 0), ("float32", BUSH, 16), ("int8", BUSH, 0)]
+    ("kv", "nodes", "conditioned"),
+    [("float32", CHAIN, 0), ("float32", BUSH, 16), pytest.param("int8", BUSH, 0, marks=pytest.mark.slow)],
 )
 def test_law_1_trees_change_speed_and_nothing_else(
     unoptimised, tmp_path, plain, common, kv: str, nodes, conditioned: int
@@ -102,7 +103,7 @@ def test_law_1_trees_change_speed_and_nothing_else(
     assert alone.tokens == plain[kv][1].tokens
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("adaptive", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_copies_and_heads_take_turns(unoptimised, tmp_path, plain, common, adaptive: bool) -> None:
     folder = folder_of(tmp_path, BUSH, conditioned=16, tokens=common)
     drafter, params = drafter_of(folder, "ngram_medusa", draft_adaptive=adaptive, ngram_min=1)
@@ -170,7 +171,7 @@ def test_typical_takes_more_and_greedy_rows_stay_exact(unoptimised, tmp_path, pl
     assert any(results["typical"][row].tokens != plain["float32"][row].tokens for row in REPEATING)
 
 
-@pytest.mark.parametrize("rule", ["typical", "rejection"])
+@pytest.mark.parametrize("rule", [pytest.param("typical", marks=pytest.mark.slow), "rejection"])
 def test_law_3_where_drafts_have_a_say_in_the_text_company_has_none(unoptimised, tmp_path, common, rule: str) -> None:
     """Adaptive lengths follow a row's own history, not what the others draft."""
     drafter, params = drafter_of(folder_of(tmp_path, BUSH[:7], conditioned=16, tokens=common), verify=rule)

@@ -75,7 +75,10 @@ def clear(output: CompletionOutput) -> int:
     return next((i for i, gap in enumerate(gaps) if gap < 2 * CLOSE), len(gaps))
 
 
-@pytest.mark.parametrize(("kv_dtype", "drafter"), [("int8", "ngram"), ("fp8", "layer_skip"), ("int4", "draft_model")])
+PAIRS = [("int8", "ngram"), ("int4", "draft_model"), pytest.param("fp8", "layer_skip", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("kv_dtype", "drafter"), PAIRS)
 def test_nothing_that_happens_on_the_way_changes_a_text(unoptimised, build, kv_dtype: str, drafter: str) -> None:
     plain: Results = serve(build(kv_dtype, "none", prefix_cache=False), some_work())
     clean, engine = (preempt_every_round(wrap(build(kv_dtype, drafter))) for wrap in (lambda engine: engine, poison))

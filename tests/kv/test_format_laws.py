@@ -40,7 +40,9 @@ def form_of(name: str) -> Format:
     return grouped(PAGE) if name == "int4" else get_format(name)
 
 
-@pytest.fixture(scope="module", params=LOSSY)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "fp8")) for name in LOSSY]
+)
 def form(request: pytest.FixtureRequest) -> Format:
     return form_of(request.param)
 
@@ -93,7 +95,17 @@ def free_pages(program: Program, jobs, pages: list[list[int]]) -> np.ndarray:
     return ~np.isin(np.arange(program.pool.num_pages), used)
 
 
-@pytest.mark.parametrize("name", ["chain", "tree", *(name for name in drafter_names() if name != "none")])
+SCRIPTED = ["chain", "tree"]
+DRAFTERS = [name for name in drafter_names() if name != "none"]
+PAIRS = [
+    *((form, name) for form in ("int8", "int4") for name in SCRIPTED),
+    *(("int4", name) for name in DRAFTERS),
+    *(pytest.param("int8", name, marks=pytest.mark.slow) for name in DRAFTERS),
+    *(pytest.param("fp8", name, marks=pytest.mark.slow) for name in [*SCRIPTED, *DRAFTERS]),
+]
+
+
+@pytest.mark.parametrize(("form", "name"), PAIRS, indirect=["form"])
 def test_laws_1_3a_and_5(unoptimised, form: Format, plain, name: str) -> None:
     program, models = program_of(name, form, plain)
     together = decode_all(models, program, JOBS, chunk=CHUNK)
@@ -124,7 +136,7 @@ def test_the_format_is_in_use(full, plain) -> None:
     assert any(full[row].logprobs[0] != result.logprobs[0] for row, result in plain.items())
 
 
-@pytest.mark.parametrize("name", ["chain", "tree"])
+@pytest.mark.parametrize("name", SCRIPTED)
 def test_law_6_rounds_copy_no_pool(form: Format, plain, name: str) -> None:
     program, _ = program_of(name, form, plain)
     compiled = compiled_run(program, 4)

@@ -64,7 +64,7 @@ def test_products_are_those_of_the_numbers_that_weights_stand_for(
     assert mine.mean() < max(1.5 * theirs.mean(), 3e-8)
 
 
-@pytest.mark.parametrize("scheme", ["int4", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["int4", pytest.param("fp8_block", marks=pytest.mark.slow)])
 def test_a_layer_of_a_stack_and_more_tokens_than_a_tile(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "TOKENS", 16)
     weight = quantised(scheme, 40, 256)

@@ -10,6 +10,7 @@ import pytest
 
 from jaxspec.tree import Tree
 from pallas_kernels import Rows, Variant, paged_attention
+from pallas_kernels.layout import PLAIN
 
 PAGE, TABLE_WIDTH, DIM = 8, 12, 16
 SEQUENCES = 7
@@ -38,7 +39,7 @@ class Case:
     dtype: str = "float32"
     seed: int = 0
     tree: Tree | None = None
-    variant: Variant = Variant()
+    variant: Variant = PLAIN
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
