@@ -16,9 +16,7 @@ registers, vector stores and, of them, of registers spilled, scalars."""
 
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]+\s*)?:\s*(?:> ?)*\{(.*)")
 _JUMP = re.compile(r"\bsbr\.\w+ (?:\(!?(%p\w+)\) )?target = \$region(\d+)")
-_TRIPS = re.compile(
-    r"(%p\w+) = scmp\.ge\.s32\.totalorder (?:\(!?%p\w+\), )?%s\w+, (\d+) /\* loop exit test \*/"
-)
+_TRIPS = re.compile(r"(%p\w+) = scmp\.ge\.s32\.totalorder (?:\(!?%p\w+\), )?%s\w+, (\d+) /\* loop exit test \*/")
 _PLACE = re.compile(r"\bStart(?:/End empty)? region (\d+)")
 _COPY = re.compile(r"\bdma\.hbm_to_vmem\b")
 _COMMENT = re.compile(r"/\*.*?\*/")  # holds the operations that checks of bounds are for, and regions

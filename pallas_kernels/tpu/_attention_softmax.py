@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layout import WORD
 from pallas_kernels.tpu._attention_work import Item, Plan, Scalar, for_each, needed
-from pallas_kernels.tpu.blocks import LANES, SUBLANES, TILE
+from pallas_kernels.tpu.blocks import LANES, SUBLANES, tile_of
 
 MASKED = -1e30
 NOTHING = MASKED / 2
@@ -101,9 +101,9 @@ def _part(plan: Plan, item: Item, block, slot, index, size: int, *, masked: bool
 
 
 def _for_queries(refs: SimpleNamespace, call: Callable) -> None:
-    """`call(head, rows)` for every head and every `TILE` rows of its queries."""
+    """`call(head, rows)` for every head and every tile of its queries."""
     heads, queries, _ = refs.peak.shape
-    size = min(queries, TILE)
+    size = tile_of(queries)
 
     def visit(head) -> None:
         for_each(0, queries // size, lambda i: call(head, pl.ds(pl.multiple_of(i * size, SUBLANES), size)))

@@ -8,7 +8,13 @@ from pallas_kernels.chip import Chip
 
 LANES, SUBLANES = 128, 8
 TILE = 64
-"""Rows of queries that are worked on at a time: more have too many logits for the registers."""
+"""Rows of queries that are worked on at a time: more have too many logits for the registers. Many times more, those of
+prompts, are worked on together nevertheless: that their logits are spilled costs less than to fetch the keys into the
+matrix unit for every tile."""
+MOST_ROWS = 512
+"""Of a work item."""
+SCRATCH_BYTES = 2**24
+"""For the running numbers of all heads, 128 in float32 thrice for every row."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,11 @@ def padded_rows(rows: int) -> int:
     return -(-rows // unit) * unit
 
 
+def tile_of(queries: int) -> int:
+    """Rows that are worked on at a time, of so many with padding."""
+    return queries if queries <= TILE or queries > 2 * TILE else TILE
+
+
 def turned(page: int, dim: int) -> bool:
     """Whether XLA:TPU lays out an array [.., page, dim] with the page along lanes, where that pads it less; a kernel
     then takes it as [.., dim, page], or else XLA copies it."""
@@ -42,13 +53,14 @@ def turned(page: int, dim: int) -> bool:
 def blocks_for(chip: Chip | None, dtype: jnp.dtype, page: int, heads: int, group: int, dim: int, width: int) -> Blocks:
     """Blocks for `width` query tokens a row, `heads` of `group` queries each, pages of `page` slots of `dtype`.
 
-    A step's logits fill half of the 64 vector registers at most, so that none is spilled. Buffers hold 512 KiB or 1024
+    A step's logits fill half of the 64 vector registers at most, so that none is spilled, but for prompts. Buffers hold 512 KiB or 1024
     slots, which hides what it costs to begin copies, and there are enough of them that 1.5 MiB are under way, about
     what a chip's memory delivers within its latency; both as far as steps do not ask for more.
     """
     dtype = jnp.dtype(dtype)
-    query_tokens = min(width, max(1, 256 // group // SUBLANES * SUBLANES or 256 // group))
-    rows = min(TILE, padded_rows(query_tokens * group))
+    most_rows = min(MOST_ROWS, SCRATCH_BYTES // (3 * 4 * LANES * heads))
+    query_tokens = min(width, max(1, most_rows // group // SUBLANES * SUBLANES or most_rows // group))
+    rows = tile_of(padded_rows(query_tokens * group))
     # In two parts queries are twice the rows: past some, widening the keys costs less.
     int8_keys = dtype == jnp.int8 and chip is not None and bool(chip.int8_flops) and rows <= min(16, 2048 // dim)
     slot_bytes = 2 * heads * dtype.itemsize * (dim if turned(page, dim) else -(-dim // LANES) * LANES)
