@@ -53,9 +53,9 @@ def turned(page: int, dim: int) -> bool:
 def blocks_for(chip: Chip | None, dtype: jnp.dtype, page: int, heads: int, group: int, dim: int, width: int) -> Blocks:
     """Blocks for `width` query tokens a row, `heads` of `group` queries each, pages of `page` slots of `dtype`.
 
-    A step's logits fill half of the 64 vector registers at most, so that none is spilled, but for prompts. Buffers hold 512 KiB or 1024
-    slots, which hides what it costs to begin copies, and there are enough of them that 1.5 MiB are under way, about
-    what a chip's memory delivers within its latency; both as far as steps do not ask for more.
+    A step's logits fill half of the 64 vector registers at most, so that none is spilled, but for prompts. Buffers hold
+    512 KiB or 1024 slots, which hides what it costs to begin copies, and there are enough of them that 1.5 MiB are
+    under way, about what a chip's memory delivers within its latency; both as far as steps do not ask for more.
     """
     dtype = jnp.dtype(dtype)
     most_rows = min(MOST_ROWS, SCRATCH_BYTES // (3 * 4 * LANES * heads))

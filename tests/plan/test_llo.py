@@ -34,7 +34,7 @@ LH: loop header
   0x14   : >> { %v3 = vmax.f32 %v4, %v5 }
   0x15 LB: >>> { %44 = sbr.rel (%p1_p4) target = $region47 } /* Start region 45 */
   0x16   : >>> { %v1 = vmatmul.bf16 %v2 }
-  0x17 PF: >>> { %p4_p2 = scmp.ge.s32.totalorder (%p6_p2), %s3_s3, 9 /* loop exit test */ } /* Start/End empty region 47 */
+  0x17 PF: >>> { %p4_p2 = scmp.ge.s32.totalorder (%p6_p2), %s3_s3, 9 /* loop exit test */ } /* Start region 47 */
   0x18   : >>> { %41 = sbr.rel (!%p4_p2) target = $region45 }
   0x19 PF: >> { %p3_p3 = scmp.ge.s32.totalorder %s5_s5, %s6_s6 } /* Start/End empty region 50 */
   0x1a   : >> { %42 = sbr.rel (!%p3_p3) target = $region10 }
