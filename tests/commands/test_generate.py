@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -184,16 +183,15 @@ def test_output_that_cannot_be_written_is_one_line(run, monkeypatch):
 
 
 def test_ctrl_c_says_what_was_answered_and_exits_130(tiny_model):
-    command = [sys.executable, "-m", "jaxspec", "generate", "--model", str(tiny_model)]
-    options = ["--raw", "--ignore-eos", "--max-tokens", "240", "--max-batch", "1"]
     # Whoever runs the tests may ignore the signal, as shells make their background jobs do.
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heeding}; from jaxspec.cli import main; raise SystemExit(main())"]
+    options = ["--model", str(tiny_model), "--raw", "--ignore-eos", "--max-tokens", "240", "--max-batch", "1"]
     with subprocess.Popen(
-        [*command, *options, *["the sea"] * 4000],
+        [*command, "generate", *options, *["the sea"] * 4000],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heeding,  # noqa: PLW1509
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("=== the sea")
