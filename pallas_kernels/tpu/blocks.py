@@ -53,20 +53,22 @@ def turned(page: int, dim: int) -> bool:
 def blocks_for(chip: Chip | None, dtype: jnp.dtype, page: int, heads: int, group: int, dim: int, width: int) -> Blocks:
     """Blocks for `width` query tokens a row, `heads` of `group` queries each, pages of `page` slots of `dtype`.
 
-    A step's logits fill half of the 64 vector registers at most, so that none is spilled, but for prompts. Buffers hold
-    512 KiB or 1024 slots, which hides what it costs to begin copies, and there are enough of them that 1.5 MiB are
-    under way, about what a chip's memory delivers within its latency; both as far as steps do not ask for more.
+    A step's logits fill half of the 64 vector registers at most, so that none is spilled. Buffers hold 512 KiB or 1024
+    slots, which hides what it costs to begin copies, and there are enough of them that 1.5 MiB are under way, about
+    what a chip's memory delivers within its latency; both as far as steps do not ask for more. Prompts get four times
+    as much of both: with more to do in a step, less waits for its results.
     """
     dtype = jnp.dtype(dtype)
     most_rows = min(MOST_ROWS, SCRATCH_BYTES // (3 * 4 * LANES * heads))
     query_tokens = min(width, max(1, most_rows // group // SUBLANES * SUBLANES or most_rows // group))
     rows = tile_of(padded_rows(query_tokens * group))
+    registers, buffer_bytes = (128, 2**21) if rows > TILE else (32, 2**19)
     # In two parts queries are twice the rows: past some, widening the keys costs less.
     int8_keys = dtype == jnp.int8 and chip is not None and bool(chip.int8_flops) and rows <= min(16, 2048 // dim)
     slot_bytes = 2 * heads * dtype.itemsize * (dim if turned(page, dim) else -(-dim // LANES) * LANES)
     least = max(page, LANES)
-    most = min(1024 * LANES // max(dim, LANES), 32 * SUBLANES * LANES // rows, 2**22 // slot_bytes)
+    most = min(1024 * LANES // max(dim, LANES), registers * SUBLANES * LANES // rows, 2**22 // slot_bytes)
     compute = max(least, most // least * least)
-    fetch = max(compute, min(1024, 2**19 // slot_bytes) // compute * compute)
+    fetch = max(compute, min(1024, buffer_bytes // slot_bytes) // compute * compute)
     buffers = min(8, max(2, 2**21 // (fetch * slot_bytes)))
     return Blocks(fetch // page, compute, query_tokens, buffers, int8_keys)
