@@ -24,7 +24,13 @@ def kernels_of(implementation: str) -> Kernels:
     from jaxspec.plan.chips import chip, chip_of_device
 
     if device == "tpu":
-        return Kernels("tpu", chip_of_device(jax.devices()[0]))
+        try:
+            return Kernels("tpu", chip_of_device(jax.devices()[0]))
+        except ConfigError as error:
+            if implementation == "pallas":
+                raise
+            log.warning("attention runs in XLA and not in Pallas kernels: %s", error)
+            return XLA
     if device != "cpu":
         raise ConfigError(f"implementation pallas: there are no kernels for {device} yet; take auto or xla")
     log.warning("implementation pallas without a TPU: kernels are interpreted, which is very slow")

@@ -44,7 +44,7 @@ def paged_attention(
     if kernels != XLA:
         from pallas_kernels import tpu
 
-        why = "values wait in tails apart from pages" if tail is not None else tpu.unsupported(q, arrays, rows, variant)
+        why = "values wait in tails apart from pages" if tail is not None else tpu.unsupported(q, arrays)
         if why is None:
             _, width, heads, group, dim = q.shape
             blocks = tpu.blocks_for(kernels.chip, arrays["kv"].dtype, page, heads, group, dim, width)

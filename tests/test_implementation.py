@@ -29,6 +29,15 @@ def test_tpus_get_kernels_for_their_chip(monkeypatch: pytest.MonkeyPatch, implem
     assert (found.backend, found.interpret, found.chip.name) == ("tpu", False, "v6e")
 
 
+def test_tpus_that_are_not_known_get_xla_and_a_warning(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    on(monkeypatch, "tpu", "TPU v99")
+    with caplog.at_level(logging.WARNING):
+        assert kernels_of("auto") == XLA
+    assert "TPU v99 is not a kind of device in configs/chips.toml" in caplog.text
+    with pytest.raises(ConfigError, match="TPU v99"):
+        kernels_of("pallas")
+
+
 def test_other_devices_get_xla_unless_kernels_are_asked_for(monkeypatch, caplog) -> None:
     on(monkeypatch, "cpu")
     assert kernels_of("auto") == XLA

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxspec.config import PREFILL_ROW
 from jaxspec.plan.chips import chip_of_topology
 from pallas_kernels import tpu
-from pallas_kernels.layout import WORD, Rows, Variant
+from pallas_kernels.layout import PLAIN, WORD, Rows
 
 SEQUENCES, CONTEXT, PAGE = 8, 8192, 128
 PUBLISHED_BLOCK = 1024
@@ -94,7 +94,7 @@ def _attention(case: Case) -> Call:
     words = _ints(SEQUENCES, case.width, -(-case.width // WORD)) if tree else None
 
     def attend(q, arrays, rows, table, ancestors):
-        kernel = partial(tpu.paged_attention, scale=dim**-0.5, variant=Variant(), blocks=blocks)
+        kernel = partial(tpu.paged_attention, scale=dim**-0.5, variant=PLAIN, blocks=blocks)
         return kernel(q, arrays["kv"], arrays.get("scale"), rows, table, ancestors)
 
     tiles = -(-case.width // blocks.query_tokens)
@@ -122,9 +122,7 @@ def _paged_attention(case: Case) -> Call:
     heads, group, dim = case.sizes
     count, quantised = _num_pages(case), case.stored.itemsize == 1
     if quantised:
-        count //= (
-            16  # it spreads every scale of the pool over a whole vector, in float32: of a full one that does not fit
-        )
+        count //= 16  # it spreads every scale over a whole vector, in float32: those of a full pool do not fit
     pages: Any = _struct((heads, count, PAGE, dim), case.stored)
     scales: Any = _struct((heads, count, PAGE, 1), jnp.float32)
     pages = QuantizedTensor(pages, scales) if quantised else pages

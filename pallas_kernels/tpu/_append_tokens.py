@@ -2,18 +2,16 @@
 
 import math
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from pallas_kernels.tpu._windows import LANES, Stored, narrow, widen
-
-LEAST = 1e-30
-"""A scale is no smaller."""
-SUBLANES = 8
+from pallas_kernels.codes import quantise
+from pallas_kernels.tpu._windows import Stored, narrow, widen
+from pallas_kernels.tpu.blocks import LANES, SUBLANES
 
 
 class Block(NamedTuple):
@@ -84,7 +82,7 @@ def encode(block: Block, k, v, dtype, wide, scales) -> None:
         column = 2 * head + half
         numbers = widen(ref[:, head * block.dim : (head + 1) * block.dim])
         if scaled:
-            numbers, scale = _quantise(numbers, dtype)
+            numbers, scale = quantise(numbers, dtype)
             columns = jnp.where(lane == column, scale, columns)
         numbers = widen(narrow(numbers, dtype))
         for part in block.parts:
@@ -92,16 +90,6 @@ def encode(block: Block, k, v, dtype, wide, scales) -> None:
             wide[column, part, block.margin : block.margin + block.tokens, :] = lanes
     if scaled:
         scales[: block.tokens, :] = columns
-
-
-def _quantise(numbers: Float[Array, "N D"], dtype: Any) -> tuple[Float[Array, "N D"], Float[Array, "N 1"]]:
-    """Codes and scales. Numbers are divided by the scale as it is stored, so that its rounding loses nothing."""
-    exact = jnp.issubdtype(dtype, jnp.integer)
-    largest = float(jnp.iinfo(dtype).max if exact else jnp.finfo(dtype).max)
-    peak = jnp.max(jnp.abs(numbers), axis=-1, keepdims=True)
-    scale = jnp.maximum(peak / largest, LEAST).astype(jnp.bfloat16).astype(jnp.float32)
-    codes = jnp.clip(numbers / scale, -largest, largest)
-    return (jnp.round(codes) if exact else codes), scale
 
 
 def merge_in_rows(block: Block, wide, buffer, at: Window) -> None:

@@ -15,7 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, Shaped
 
-LANES = 128
+from pallas_kernels.tpu.blocks import LANES
+
+VMEM_BYTES = 2**24
+"""Of the core's memory, what any chip gives a kernel that does not ask for more."""
 ROW_BYTES = 32
 """Of a column of a tile."""
 

@@ -22,13 +22,11 @@ from pallas_kernels.layout import Rows, Variant
 from pallas_kernels.tpu._attention_fetch import fetch_next, start, wait, wait_whole
 from pallas_kernels.tpu._attention_softmax import LOW_PART, add_block, add_visible_block, finish, reset
 from pallas_kernels.tpu._attention_work import Plan, all_visible, block_at, item_at
+from pallas_kernels.tpu._windows import VMEM_BYTES, interpreted
 from pallas_kernels.tpu.blocks import LANES, Blocks, padded_rows, turned
 
 PAGE_ROWS = {"float32": 8, "bfloat16": 16, "int8": 32, "float8_e4m3fn": 32}
 """Slots that a tile of memory holds of every type: pages are whole tiles."""
-
-LEAST_VMEM = 2**24
-"""Bytes of fast memory that a kernel may have on every chip; for more it has to ask."""
 
 
 class _Operand(NamedTuple):
@@ -38,9 +36,8 @@ class _Operand(NamedTuple):
     place: Callable
 
 
-def unsupported(q: Array, arrays: dict[str, Array], rows: Rows, variant: Variant) -> str | None:
+def unsupported(q: Array, arrays: dict[str, Array]) -> str | None:
     """Why the kernel cannot do this, in a line; None if it can."""
-    del rows, variant
     kv = arrays["kv"]
     name, page = kv.dtype.name, kv.shape[3]
     if set(arrays) - {"kv", "scale"}:
@@ -73,7 +70,7 @@ def paged_attention(
     Raises NotImplementedError for what `unsupported` tells.
     """
     arrays = {"kv": kv} if scales is None else {"kv": kv, "scale": scales}
-    why = unsupported(q, arrays, rows, variant)
+    why = unsupported(q, arrays)
     if why is not None:
         raise NotImplementedError(why)
     num_rows, width, _, group, dim = q.shape
@@ -158,11 +155,11 @@ def _call(plan: Plan, scalars, operands: dict[str, _Operand], arrays, results, i
         out_shape=list(results.values()),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
-            vmem_limit_bytes=max(LEAST_VMEM, 2 * sum(memory)),
+            vmem_limit_bytes=max(VMEM_BYTES, 2 * sum(memory)),
             disable_bounds_checks=True,
         ),
         name=f"paged_attention_{'tree' if plan.tree else 'chain'}{plan.width}_{arrays['kv'].dtype.name}",
-        interpret=pltpu.InterpretParams() if interpret is True else interpret,
+        interpret=interpreted(interpret),
     )
     return list(run(*scalars.values(), *(operand.array for operand in operands.values()), *arrays.values()))
 

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layout import Rows
 from pallas_kernels.tpu._append_tokens import (
-    SUBLANES,
     Block,
     Window,
     encode,
@@ -26,7 +25,7 @@ from pallas_kernels.tpu._append_tokens import (
 )
 from pallas_kernels.tpu._commit import commit
 from pallas_kernels.tpu._windows import (
-    LANES,
+    VMEM_BYTES,
     Stored,
     divided,
     each_window,
@@ -37,13 +36,12 @@ from pallas_kernels.tpu._windows import (
     stored,
     unsupported,
 )
+from pallas_kernels.tpu.blocks import LANES, SUBLANES
 
 __all__ = ["append", "commit", "unsupported"]
 
 BLOCK_BYTES = 4 * 2**20
 """Memory for the rows of one grid step, if more than a few have to share it at all."""
-VMEM_BYTES = 16 * 2**20
-"""Of the core's memory, what any chip gives a kernel."""
 ROW_TILE = 16
 """Tokens of a grid step are a multiple of this, where they are not all tokens."""
 

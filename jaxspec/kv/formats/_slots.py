@@ -8,11 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.kv.bits import keep, numbers
 from jaxspec.kv.format import Format
-
-SCALE = jnp.dtype(jnp.bfloat16)
-"""The type of scales: half the size of float32, and as wide a range."""
-LEAST = 1e-30
-"""A scale is no smaller: numbers that are all equal are then divided by it like any others."""
+from pallas_kernels.codes import SCALE, quantise
 
 
 def plain(dtype: jnp.dtype) -> Format:
@@ -34,19 +30,13 @@ def plain(dtype: jnp.dtype) -> Format:
 
 
 def scaled(dtype: jnp.dtype) -> Format:
-    """8-bit numbers of `dtype`, and a bfloat16 scale for every key and value vector: its largest number becomes the
-    largest of `dtype`. Numbers are divided by the scale as it is stored, so that its rounding loses nothing."""
-    exact = jnp.issubdtype(dtype, jnp.integer)
-    largest = float(jnp.iinfo(dtype).max if exact else jnp.finfo(dtype).max)
+    """8-bit numbers of `dtype`, and a bfloat16 scale for every key and value vector (`pallas_kernels.codes`)."""
 
     def write(arrays, pages, offsets, k, v):
-        wide = jnp.stack([k, v], axis=-2).astype(jnp.float32)
-        peak = jnp.max(jnp.abs(wide), axis=-1)
-        scale = jnp.maximum(peak / largest, LEAST).astype(SCALE)
-        codes = jnp.clip(wide / scale[..., None].astype(jnp.float32), -largest, largest)
+        codes, scale = quantise(jnp.stack([k, v], axis=-2).astype(jnp.float32), dtype)
         return {
-            "kv": _store(arrays["kv"], pages, offsets, jnp.round(codes) if exact else codes, dtype),
-            "scale": _store(arrays["scale"], pages, offsets, scale, SCALE),
+            "kv": _store(arrays["kv"], pages, offsets, codes, dtype),
+            "scale": _store(arrays["scale"], pages, offsets, scale[..., 0], SCALE),
         }
 
     def read(arrays, pages, which):

@@ -12,7 +12,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.kv.bits import keep, numbers
 from jaxspec.kv.format import Format
 from jaxspec.kv.formats import int8
-from jaxspec.kv.formats._slots import LEAST, SCALE
+from pallas_kernels.codes import LEAST, SCALE
 
 GROUP = 64
 """Slots that share the scales of a key's channels."""
