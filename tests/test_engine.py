@@ -1,7 +1,5 @@
 """The engine on a tiny model: what a request gets must not depend on its company, and every end is exact."""
 
-import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +11,7 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.host.output import Transcript
+from tests.oracles.serving import short_of_pages
 
 PROMPTS = [
     "she sells",
@@ -56,18 +55,6 @@ def unheld(llm: LLM) -> int:
 
 
 @contextmanager
-def short_of_pages(llm: LLM, left: int) -> Iterator[None]:
-    """Leaves so many pages, empty ones; the largest request needs 16."""
-    scheduler = llm.engine.scheduler
-    scheduler.cache.clear()
-    taken = scheduler.pages.allocate(scheduler.pages.num_pages - left)
-    scheduler.pins.most -= len(taken)
-    yield
-    scheduler.pages.release(taken)
-    scheduler.pins.most += len(taken)
-
-
-@contextmanager
 def compilations() -> Iterator[list[str]]:
     """Names of the events of compiling that happen meanwhile."""
     seen: list[str] = []
@@ -101,7 +88,7 @@ def test_law_3_order_of_arrival_and_waiting_for_rows(tiny_model, together):
 
 
 def test_waiting_for_pages_changes_nothing(llm, together):
-    with short_of_pages(llm, 17):
+    with short_of_pages(llm.engine, 17):
         got = llm.generate([p for p, _ in MIX], [k for _, k in MIX])
         assert unheld(llm) == 17
     assert [o.token_ids for o in got] == [o.token_ids for o in together]
@@ -300,21 +287,6 @@ def test_text_is_made_while_the_device_runs_the_next_rounds(llm, monkeypatch):
     assert all(flying[:-1])
 
 
-def test_the_prefix_cache_spares_what_was_computed(llm, tiny_model):
-    llm.engine.scheduler.cache.clear()
-    prompt, params = "sea shells by the shore, " * 6, SamplingParams(max_tokens=20, ignore_eos=True)
-    first = llm.generate(prompt, params)[0]
-    again, salted = (llm.generate(prompt, p)[0] for p in (params, msgspec.structs.replace(params, cache_salt="mine")))
-    whole = (len(first.prompt_token_ids) - 1) // 16 * 16
-    assert [r.stats.cached_tokens for r in (first, again, salted)] == [0, whole, 0]
-    assert first.token_ids == again.token_ids == salted.token_ids
-    turn = llm.generate([[*first.prompt_token_ids, *first.token_ids, 5, 6]], params)[0]
-    assert turn.stats.cached_tokens == (len(first.prompt_token_ids) + len(first.token_ids) - 1) // 16 * 16
-    off = LLM(str(tiny_model), max_batch=8, page_size=16, prefix_cache=False)
-    assert [off.generate(prompt, params)[0].token_ids for _ in range(2)] == [first.token_ids] * 2
-    assert off.engine.scheduler.counters.hit_tokens == 0
-
-
 def test_best_of_gives_the_likeliest_of_all_samples(llm):
     every = SamplingParams(temperature=1.3, max_tokens=12, n=5, seed=4, stop=["e"], logprobs=0)
     ranked = sorted(llm.generate("she sells", every)[0].outputs, key=lambda o: -float(np.mean(logprobs(o))))
@@ -344,59 +316,3 @@ def test_best_of_is_told_at_the_end_and_can_be_aborted(llm):
     [delta] = news
     assert (delta.request_id, delta.tokens, delta.text) == ("stays", 40, delta.finished.text)
     assert llm.engine._contests == {}
-
-
-def crowd(llm: LLM) -> None:
-    """Others take all pages that can be had."""
-    llm.generate([[7 + i, *range(80)] for i in range(5)], SamplingParams(max_tokens=4))
-
-
-def test_a_pinned_prefix_is_found_until_its_time_is_over_or_it_is_unpinned(llm):
-    beginning, params = [5, 6, *range(60)], SamplingParams(max_tokens=4)
-    pins = llm.engine.scheduler.pins
-    with short_of_pages(llm, 22):
-        for end in (lambda: pins.tick(time.perf_counter() + 60.0), lambda: llm.unpin(beginning)):
-            assert llm.pin(beginning, ttl=60.0) == 48
-            for expected in (48, 48, 0):
-                if not expected:
-                    assert end() in (None, 48)
-                crowd(llm)
-                outputs = llm.generate([[*beginning, 9, 8], [*beginning, 7]], params)
-                assert min(o.stats.cached_tokens for o in outputs) == expected
-        assert llm.unpin(beginning) == 0
-
-
-def test_text_and_messages_can_be_pinned(llm):
-    text = "sea shells by the shore, " * 4
-    tokens = llm.pin(text, cache_salt="mine")
-    assert tokens == len(llm.tokenizer.encode(text)) // 16 * 16 > 0
-    assert llm.unpin(text) == 0
-    assert llm.unpin(text, cache_salt="mine") == tokens
-    system = [{"role": "system", "content": text}]
-    with short_of_pages(llm, 22):
-        tokens = llm.pin(system)
-        crowd(llm)
-        answer = llm.chat([*system, {"role": "user", "content": "she"}], SamplingParams(max_tokens=2))[0]
-        assert answer.stats.cached_tokens == tokens > 0
-        assert llm.unpin(system) == tokens
-
-
-def test_pins_that_leave_too_little_are_refused_and_all_others_get_on(llm, tiny_model):
-    with short_of_pages(llm, 22):
-        assert llm.pin([1, *range(70)], ttl=math.inf) == 64
-        with pytest.raises(RequestError, match=r"would pin 4 more pages of 16 tokens, and 2 more may be \(6 in all"):
-            llm.pin([2, *range(70)])
-        assert not llm.engine.has_work
-        assert llm.pin([2, *range(40)]) == 32
-        largest = llm.generate([[i] * 216 for i in range(3)], SamplingParams(max_tokens=40, ignore_eos=True))
-        assert [len(output.token_ids) for output in largest] == [40, 40, 40]
-        assert llm.unpin([1, *range(70)]) + llm.unpin([2, *range(70)]) == 64 + 32
-    with pytest.raises(RequestError, match="cache_ttl must be above 0"):
-        llm.pin("the sea", ttl=0.0)
-
-
-def test_without_a_prefix_cache_nothing_can_be_pinned(tiny_model):
-    off = LLM(str(tiny_model), max_batch=1, prefix_cache=False)
-    with pytest.raises(RequestError, match="prefix cache, which is off"):
-        off.pin("the sea")
-    assert off.unpin("the sea") == 0

@@ -2,6 +2,8 @@
 
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -90,6 +92,19 @@ def preempt_every_round(engine: Engine, everyone: bool = False) -> Engine:
 
     engine._read = read_and_preempt
     return engine
+
+
+@contextmanager
+def short_of_pages(engine: Engine, left: int) -> Iterator[None]:
+    """Leaves so many pages, empty ones."""
+    scheduler = engine.scheduler
+    if scheduler.cache:
+        scheduler.cache.clear()
+    taken = scheduler.pages.allocate(scheduler.pages.num_pages - left)
+    scheduler.pins.most -= len(taken)
+    yield
+    scheduler.pages.release(taken)
+    scheduler.pins.most += len(taken)
 
 
 def serve(engine: Engine, work: list[Work], pages_left: int | None = None) -> Results:
