@@ -179,7 +179,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_context: int | None = None
     """Prompt and output tokens of one request at most; None is the model's own context."""
     kv_memory: float = 1.0
-    """GiB for the key/value pool."""
+    """GiB for the key/value pool, on each device."""
     prefill_chunk: int = 256
     """Prompt tokens written between two rounds at most: running requests wait no longer than for these."""
     prefix_cache: bool = True
@@ -188,6 +188,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Token slots a page; None is 64 on the CPU, elsewhere 128, or 256 of 8-bit numbers."""
     implementation: str = "auto"
     """Of attention: pallas (kernels, on TPUs), xla (any device), or auto: pallas on TPUs, else xla."""
+    tensor_parallel: int = 1
+    """Devices that share the model: heads, MLP, vocabulary and cache."""
+    data_parallel: int = 1
+    """Replicas of the model, with tensor_parallel devices and kv_memory of their own each."""
+    draft_parallel: str = "sharded"
+    """draft_model: the devices have a share of its layers each (sharded), or all of them (replicated)."""
+    distributed: str | None = None
+    """A job of several processes that run the same command: auto (Slurm, Kubernetes, TPU pods) or, for each process,
+    HOST:PORT,PROCESSES,INDEX with the address of process 0, which leads. tensor_parallel counts the devices of all."""
     seed: int | None = None
     """Base of the seeds drawn for requests that bring none; None takes it from the operating system."""
 
@@ -217,6 +226,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             (
                 self.draft_layers is None or self.draft_layers >= 1,
                 f"draft_layers must be 1 or more, not {self.draft_layers}",
+            ),
+            (self.tensor_parallel >= 1, f"tensor_parallel must be 1 or more, not {self.tensor_parallel}"),
+            (self.data_parallel >= 1, f"data_parallel must be 1 or more, not {self.data_parallel}"),
+            (
+                self.distributed is None or self.data_parallel == 1,
+                "data_parallel needs one process: of several processes, run a job for each replica",
+            ),
+            (
+                self.draft_parallel in ("sharded", "replicated"),
+                f"draft_parallel must be sharded or replicated, not {self.draft_parallel!r}",
             ),
             (self.kv_memory > 0, f"kv_memory must be above 0 GiB, not {self.kv_memory}"),
             (

@@ -1,13 +1,18 @@
 """The decode loop on the device: prompts in, rounds, and the state they carry. Knows protocols, no concrete plug-in."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.kv.pool import duplicate, select
+from jaxspec import parallel, vocabulary
+from jaxspec.kv.pool import duplicate, partition
+from jaxspec.kv.tail import TAIL
 from jaxspec.models.transformer import forward
 from jaxspec.program import NEUTRAL, Program
 from jaxspec.round import empty_output, one_round
@@ -15,10 +20,40 @@ from jaxspec.types import DecodeState, History, Models, Output, Progress, Sampli
 from pallas_kernels import Rows, pack
 
 
-@partial(jax.jit, static_argnames=("program", "batch", "table_width"))
-def init_state(program: Program, batch: int, table_width: int) -> DecodeState:
-    """An empty state: no row is active."""
-    vocab = program.model.vocab_size
+def _on_each_device(specs: Callable[[DecodeState], Any] = lambda state: state) -> Callable[[Callable], Callable]:
+    """Of a function of a state and more, given one by one and apart from what is static: runs it on what each device
+    has of them. `specs` tells how its result is shared, by how the state is."""
+
+    def decorate(fn: Callable) -> Callable:
+        @wraps(fn)
+        def whole(*arguments, **static):
+            state = next(argument for argument in arguments if isinstance(argument, DecodeState))
+            return parallel.on_each(partial(fn, **static), specs(parallel.specs_of(state)), *arguments)
+
+        return whole
+
+    return decorate
+
+
+@partial(jax.jit, static_argnames=("program", "batch", "table_width", "mesh"))
+def init_state(program: Program, batch: int, table_width: int, mesh: Mesh | None = None) -> DecodeState:
+    """An empty state: no row is active. It is on the devices of a mesh, or on the default one."""
+    words: Any = P(None, parallel.MODEL)
+    all_of_it: Any = P()
+    specs = DecodeState(
+        pool=partition(program.pool),
+        draft_pool=partition(program.draft_pool, program.drafter.model.share > 1) if program.draft_pool else {},
+        sequences=Sequences(*[all_of_it] * 4),
+        progress=Progress(*[all_of_it] * 7),
+        sampling=Sampling(*[all_of_it] * 15),
+        history=History(words, words),
+        drafter=all_of_it,
+    )
+    return parallel.on_each(partial(_empty_state, program, batch, table_width), specs, mesh=mesh)
+
+
+def _empty_state(program: Program, batch: int, table_width: int) -> DecodeState:
+    vocab = vocabulary.columns(program.model.vocab_size)
     zeros = partial(jnp.zeros, (batch,), jnp.int32)
     return DecodeState(
         pool=program.pool.allocate(batch),
@@ -37,6 +72,7 @@ def init_state(program: Program, batch: int, table_width: int) -> DecodeState:
 
 
 @partial(jax.jit, static_argnames=("program", "width"), donate_argnames="state")
+@_on_each_device()
 def prefill(
     params: Models, state: DecodeState, rows: Rows, tokens: Int[Array, "N"], *, program: Program, width: int
 ) -> DecodeState:
@@ -56,6 +92,7 @@ def prefill(
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
+@_on_each_device()
 def admit(
     state: DecodeState,
     row: Int[Array, ""],
@@ -69,9 +106,9 @@ def admit(
 
     `prompt` is padded to any length; the request resumes after all but its last token.
     """
-    sequences, progress, vocab = state.sequences, state.progress, program.model.vocab_size
+    sequences, progress, vocab = state.sequences, state.progress, state.history.counts.shape[1]
     length = prompt_length - 1
-    seen = jnp.where(jnp.arange(prompt.shape[0]) < prompt_length, prompt, vocab)
+    seen = jnp.where(jnp.arange(prompt.shape[0]) < prompt_length, vocabulary.column(prompt, vocab), vocab)
     in_prompt = jnp.zeros(vocab, bool).at[seen].set(True, mode="drop")
     start = Progress(prompt[length], *jnp.zeros(2, jnp.int32), *jnp.zeros(4, jnp.int32))
     return state._replace(
@@ -89,18 +126,21 @@ def admit(
 
 
 @partial(jax.jit, donate_argnames="state")
+@_on_each_device()
 def set_active(state: DecodeState, active: Bool[Array, "B"]) -> DecodeState:
     """Start prefilled rows and stop rows that the host has ended."""
     return state._replace(progress=state.progress._replace(active=active))
 
 
 @partial(jax.jit, donate_argnames="state")
+@_on_each_device()
 def set_pages(state: DecodeState, table: Int[Array, "B P"]) -> DecodeState:
     """The pages of all rows, as the host has reserved them."""
     return state._replace(sequences=state.sequences._replace(page_table=table[None]))
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
+@_on_each_device()
 def copy_page(state: DecodeState, source: Int[Array, ""], target: Int[Array, ""], *, program: Program) -> DecodeState:
     """Copy a page of every layer, the drafter's included: what a fork does with a page that is not full."""
     pool = duplicate(program.pool, state.pool, source, target)
@@ -119,7 +159,14 @@ class Saved(NamedTuple):
     drafter: Any
 
 
+def _of_saved(state: DecodeState) -> Saved:
+    words: Any = P(parallel.MODEL)
+    all_of_it: Any = P()
+    return Saved(all_of_it, all_of_it, History(words, words), all_of_it)
+
+
 @jax.jit
+@_on_each_device(_of_saved)
 def save_row(state: DecodeState, row: Int[Array, ""]) -> Saved:
     """Of a request that gives way."""
     kept = Saved(state.progress, state.sampling, state.history, state.drafter)
@@ -127,6 +174,7 @@ def save_row(state: DecodeState, row: Int[Array, ""]) -> Saved:
 
 
 @partial(jax.jit, donate_argnames="state")
+@_on_each_device()
 def restore_row(state: DecodeState, row: Int[Array, ""], length: Int[Array, ""], saved: Saved) -> DecodeState:
     """Give a row to a request that had one before; `length` slots are committed once its tokens are written again."""
     now = Saved(state.progress, state.sampling, state.history, state.drafter)
@@ -141,15 +189,19 @@ def restore_row(state: DecodeState, row: Int[Array, ""], length: Int[Array, ""],
 
 def select_rows(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
     """The same state for another batch bucket: row i is the old row `rows[i]`. Pages are not touched."""
-    pools = {"pool": select(state.pool, rows), "draft_pool": state.draft_pool}
-    return _select(state._replace(pool={}, draft_pool={}), rows)._replace(**pools)
+    pages = {name: array for name, array in state.pool.items() if name != TAIL}
+    of_rows = state._replace(pool={name: state.pool[name] for name in state.pool.keys() - pages.keys()}, draft_pool={})
+    found = _select(of_rows, rows)
+    return found._replace(pool=found.pool | pages, draft_pool=state.draft_pool)
 
 
 @jax.jit
+@_on_each_device()
 def _select(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
     take = partial(jax.tree.map, lambda a: a[rows])
     sequences = state.sequences
     return state._replace(
+        pool=take(state.pool),
         sequences=Sequences(
             sequences.page_table[:, rows],
             sequences.length[:, rows],
@@ -164,6 +216,7 @@ def _select(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
+@_on_each_device(lambda state: (state, P()))
 def run(
     params: Models, state: DecodeState, rounds: Int[Array, ""], least_active: Int[Array, ""], *, program: Program
 ) -> tuple[DecodeState, Output]:

@@ -4,29 +4,25 @@ import random
 import time
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxspec import decode
+from jaxspec import multihost
 from jaxspec.config import PREFILL_ROW, EngineConfig, SamplingParams
 from jaxspec.drafters import get_drafter
 from jaxspec.errors import RequestError
-from jaxspec.host.metrics import Metrics
+from jaxspec.host.metrics import Metrics, Status
 from jaxspec.host.output import Contest, Emitted, Transcript
 from jaxspec.host.packing import packed, parts_of, shapes_of
 from jaxspec.host.request import Sample, TextDelta, TokenLogprobs
 from jaxspec.host.scheduler import Admission, Chunk, Running, Scheduler
 from jaxspec.implementation import kernels_of
 from jaxspec.models.loading import LoadedModel
-from jaxspec.models.transformer import stack_layers
 from jaxspec.program import Finish, Program
 from jaxspec.sampling import sampling_row
 from jaxspec.sizes import context_of, pool_of
-from jaxspec.target import platform
-from jaxspec.types import Models, Output, Params
-from pallas_kernels import Rows
+from jaxspec.types import Models, Output
+from jaxspec.worker import Worker
 
 BATCH_BUCKETS = (1, 8, 32, 128, 512)
 """Batch sizes that decoding compiles for, below the engine's own maximum."""
@@ -57,9 +53,11 @@ class Engine:
         self.tokenizer, self.spec, self.config = loaded.tokenizer, loaded.spec, config
         self.max_context = context_of(config, loaded.spec)
         drafter, draft_params = get_drafter(config, loaded)
-        pool, self._table_width = pool_of(config, loaded.spec, drafter, kernels_of(config.implementation))
-        self.program = Program(loaded.spec, pool, drafter)
-        self.params = Models(_laid_out(loaded.params), _laid_out(draft_params))
+        pool, table_width = pool_of(config, loaded.local, drafter, kernels_of(config.implementation))
+        self._table_width = table_width
+        self.program = Program(loaded.local, pool, drafter)
+        self.worker = Worker(self.program, Models(loaded.params, draft_params), table_width, loaded.mesh)
+        self.device = multihost.led(self.worker)
         self.scheduler = Scheduler(
             pool.num_pages,
             pool.page_size,
@@ -87,6 +85,19 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any sample waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.rows)
+
+    @property
+    def samples(self) -> int:
+        """Samples that wait or run."""
+        return len(self.scheduler.waiting) + len(self.scheduler.rows)
+
+    def status(self) -> Status:
+        """What goes on now."""
+        return self.metrics.status(self.scheduler)
+
+    def lift(self, prompt: list[int], cache_salt: str) -> int:
+        """Let go of the longest pinned prefix of a prompt; returns how many tokens it had."""
+        return self.scheduler.pins.lift(prompt, cache_salt)
 
     def figures(self) -> dict[str, Any]:
         """How it has done (see `Metrics.as_dict`), and the bytes that a token, and a tail if there is one, take."""
@@ -126,7 +137,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Forget a request; nothing more is heard of it."""
-        self.scheduler.abort(request_id)
+        for name in self.scheduler.abort(request_id):
+            self.device.forget(name)
         self._contests.pop(request_id, None)
 
     def step(self) -> list[TextDelta]:
@@ -172,42 +184,37 @@ class Engine:
         alone = len(ready) == len(self.scheduler.rows) and ready.keys() == before.keys()
         rounds, gone = self.scheduler.reserve(self.program.max_rounds if alone else 1)
         for row, running in gone:
-            running.saved = decode.save_row(self.state, np.int32(row))
+            running.saved = f"{running.sample.request_id}/{running.sample.index}"
+            self.device.save(row, running.saved)
         ready = self.scheduler.decoding
         if not ready:
             return
         self._send_pages()
         active = np.zeros(self._batch, bool)
         active[list(ready)] = True
-        self.state = decode.set_active(self.state, active)
         # With others waiting, the first free row ends the call.
         least = len(ready) if self.scheduler.waiting else 1
-        self.state, output = decode.run(
-            self.params, self.state, np.int32(rounds), np.int32(least), program=self.program
-        )
-        self._flight = Flight(output, ready)
+        self._flight = Flight(self.device.run(active, rounds, least), ready)
 
     def _resize(self) -> None:
         """Move to the smallest batch bucket that holds the work there is."""
         wanted = next(b for b in self._buckets if b >= self.scheduler.wanted_rows)
         if not self._batch:
-            self.state = decode.init_state(self.program, wanted, self._table_width)
+            self.device.start(wanted)
         elif wanted != self._batch:
             old = self.scheduler.renumber()
             # Rows beyond the running ones repeat any row: they stay inactive until they are admitted.
-            self.state = decode.select_rows(self.state, jnp.array(old + [0] * (wanted - len(old)), jnp.int32))
+            self.device.select_rows(np.array(old + [0] * (wanted - len(old)), np.int32))
         self._batch = wanted
 
     def _place(self, admission: Admission) -> None:
         """Give an admitted sample its row on the device."""
         running, copy = admission
-        sample, row = running.sample, np.int32(running.row or 0)
+        sample, row = running.sample, running.row or 0
         if copy is not None:
-            source, target = np.int32(copy.source), np.int32(copy.target)
-            self.state = decode.copy_page(self.state, source, target, program=self.program)
+            self.device.copy_page(copy.source, copy.target)
         if running.saved is not None:
-            length = np.int32(len(running.tokens) - 1)
-            self.state = decode.restore_row(self.state, row, length, running.saved)
+            self.device.restore(row, running.saved, len(running.tokens) - 1)
             running.saved = None
             return
         prompt = np.zeros(self.max_context, np.int32)
@@ -219,9 +226,7 @@ class Engine:
             max_tokens=sample.max_tokens,
             eos_ids=self.tokenizer.eos_ids,
         )
-        self.state = decode.admit(
-            self.state, row, prompt, np.int32(len(sample.prompt_ids)), sampling, program=self.program
-        )
+        self.device.admit(row, prompt, len(sample.prompt_ids), tuple(sampling))
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Write chunks of prompts, packed one after the other, and start the clocks of those that are whole now."""
@@ -234,12 +239,10 @@ class Engine:
         if parts:
             self._send_pages()
         for table, tokens in packed(parts, self._shapes):
-            self.state = decode.prefill(
-                self.params, self.state, Rows(*jnp.asarray(table)), tokens, program=self.program, width=PREFILL_ROW
-            )
+            self.device.prefill(table, tokens)
         ready = [running for running, _, _ in chunks if running.prefilled]
         if ready:
-            jax.block_until_ready(self.state)
+            self.device.wait()
         for running, _, _ in chunks:
             self.scheduler.publish(running)
         for running in ready:
@@ -249,14 +252,14 @@ class Engine:
         table = np.zeros((self._batch, self._table_width), np.int32)
         for row, running in self.scheduler.rows.items():
             table[row, : len(running.table.pages)] = running.table.pages
-        self.state = decode.set_pages(self.state, table)
+        self.device.set_pages(table)
 
     def _read(self) -> list[News]:
         """Wait for the device, and take what it emitted to the books."""
         if self._flight is None:
             return []
         (output, rows), self._flight = self._flight, None
-        finish = np.asarray(self.state.progress.finish)
+        finish = self.device.finish
         counts, tokens, stats = (np.asarray(a) for a in (output.count, output.tokens, output.stats))
         asked = any(running.sample.params.logprobs is not None for running in rows.values())
         logprobs = (
@@ -328,8 +331,3 @@ def _logprobs(tokens, logprobs, row: int, i: int, top: int | None) -> TokenLogpr
     chosen, ids, values = (a[row, i] for a in logprobs)
     best = dict(zip(ids[:top].tolist(), values[:top].tolist(), strict=True))
     return TokenLogprobs(int(tokens[row, i]), float(chosen), best)
-
-
-def _laid_out(params: Params) -> Params:
-    """Layers one by one on the CPU, where a scan would copy each; stacked elsewhere."""
-    return params if platform() == "cpu" or not params else stack_layers(params)

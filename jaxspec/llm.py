@@ -9,15 +9,19 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxspec import multihost, parallel
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.host.request import CompletionOutput, RequestOutput
 from jaxspec.models.loading import LoadedModel, load_model
 from jaxspec.models.loading.wheel import cache_folder
+from jaxspec.replicas import Replicas
 from jaxspec.sizes import check
 
 Message = dict[str, Any]
+Serving = Engine | Replicas
+"""What serves requests: an engine, or several as one."""
 
 
 class LLM:
@@ -34,7 +38,7 @@ class LLM:
             raise ConfigError(f"engine options: {error}") from error
         loaded = load(config)
         self.tokenizer = loaded.tokenizer
-        self.engine = Engine(loaded, config)
+        self.engine = _engine(loaded, config)
 
     def generate(
         self,
@@ -74,7 +78,7 @@ class LLM:
 
     def unpin(self, prompt: str | Sequence[int] | Sequence[Message], cache_salt: str = "") -> int:
         """Let go of the longest pinned prefix of a prompt; returns how many tokens it had, 0 where there is none."""
-        return self.engine.scheduler.pins.lift(self._beginning(prompt), cache_salt)
+        return self.engine.lift(self._beginning(prompt), cache_salt)
 
     def _beginning(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
         """The tokens of a prompt; those of messages end where the next message begins."""
@@ -140,9 +144,20 @@ def load(config: EngineConfig) -> LoadedModel:
 
     ConfigError for what no model could make right, before it is read.
     """
+    multihost.join(config.distributed)
     check(config)
     _keep_compiled_programs()
-    return load_model(config.model, config.weights)
+    mesh = parallel.mesh_of(config.tensor_parallel, config.data_parallel)
+    return load_model(config.model, config.weights, mesh=mesh)
+
+
+def _engine(loaded: LoadedModel, config: EngineConfig) -> Serving:
+    """The engine, or one for each replica. Of a job's processes all but the first stay here, and then exit."""
+    engines = [Engine(loaded.replica(mesh), config) for mesh in parallel.meshes_of(loaded.mesh)]
+    if jax.process_index() > 0:
+        multihost.follow(engines[0].worker)
+        sys.exit(0)
+    return engines[0] if len(engines) == 1 else Replicas(engines)
 
 
 def _keep_compiled_programs() -> None:

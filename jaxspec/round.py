@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jaxspec import vocabulary
 from jaxspec.config import MAX_LOGPROBS
 from jaxspec.cost import step_cost
 from jaxspec.kv.pool import Pool, compact
@@ -182,8 +183,8 @@ def _advance(progress: Progress, verdict: Verdict, proposal: Proposal, emitted, 
 
 def _remember(history: History, verdict: Verdict, emitted: Int[Array, "B"]) -> History:
     batch, depth = verdict.tokens.shape
-    vocab = history.counts.shape[1]
-    tokens = jnp.where(jnp.arange(depth) < emitted[:, None], verdict.tokens, vocab)
+    columns = vocabulary.column(verdict.tokens, history.counts.shape[1])
+    tokens = jnp.where(jnp.arange(depth) < emitted[:, None], columns, history.counts.shape[1])
     return history._replace(counts=history.counts.at[jnp.arange(batch)[:, None], tokens].add(1, mode="drop"))
 
 

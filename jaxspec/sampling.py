@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxspec import parallel, vocabulary
 from jaxspec.config import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 from jaxspec.noise import gumbel
 from jaxspec.types import History, Logprobs, Sampling
@@ -70,7 +71,7 @@ def draw(
     def adjusted():
         return _sample(adjust(logits, sampling, history, path_counts, ordinal), sampling, keys)
 
-    token = jax.lax.cond(plain, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), adjusted)
+    token = jax.lax.cond(plain, lambda: vocabulary.argmax(logits), adjusted)
     return token, usable
 
 
@@ -84,14 +85,14 @@ def distribution(
     """The probabilities with which `draw` draws each token; one-hot where it is not left to chance."""
     adjusted = adjust(_without_nan(logits), sampling, history, path_counts, ordinal)
     kept = _kept(adjusted, sampling)
-    certain = jax.nn.one_hot(jnp.argmax(kept, axis=-1), kept.shape[-1])
-    return jnp.where(sampling.temperature[:, None, None] > 0, jax.nn.softmax(kept, axis=-1), certain)
+    certain = vocabulary.one_hot(vocabulary.argmax(kept), kept.shape[-1])
+    return jnp.where(sampling.temperature[:, None, None] > 0, vocabulary.softmax(kept), certain)
 
 
 def is_usable(logits: Float[Array, "B W V"]) -> Bool[Array, "B W"]:
     """Where no logit is NaN and the best one is finite."""
     # NaN is asked for by itself: on the CPU the maximum of a long row passes over it.
-    return ~jnp.any(jnp.isnan(logits), axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
+    return ~vocabulary.any_of(jnp.isnan(logits)) & jnp.isfinite(vocabulary.maximum(logits))
 
 
 def adjust(
@@ -110,12 +111,12 @@ def keep_threshold(scaled: Float[Array, "B W V"], sampling: Sampling) -> Float[A
     """The least scaled logit that top-k, then top-p, then min-p keep; -inf where no filter is on."""
     top_k, top_p, min_p = (x[:, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
     batch = scaled.shape[:2]
-    best = jnp.max(scaled, axis=-1)
-    size = scaled.shape[-1]
+    best = vocabulary.maximum(scaled)
+    size = scaled.shape[-1] * parallel.share()
     wanted = jnp.broadcast_to(jnp.where(top_k > 0, jnp.minimum(top_k, size), size), batch)
     by_count = jax.lax.cond(
         jnp.any(top_k > 0),
-        lambda: _bisect(scaled, lambda keep: jnp.sum(keep, axis=-1) >= wanted),
+        lambda: _bisect(scaled, lambda keep: vocabulary.total(keep) >= wanted),
         lambda: jnp.full(batch, -jnp.inf),
     )
     by_count = jnp.where(top_k > 0, by_count, -jnp.inf)
@@ -124,8 +125,8 @@ def keep_threshold(scaled: Float[Array, "B W V"], sampling: Sampling) -> Float[A
         weight = jnp.exp(scaled - best[..., None])
         weight = jnp.where(scaled >= by_count[..., None], weight, 0.0)
         # Summed the same way as every trial mass, so that keeping all is always enough.
-        goal = top_p * jnp.sum(weight, axis=-1)
-        return _bisect(scaled, lambda keep: jnp.sum(jnp.where(keep, weight, 0.0), axis=-1) >= goal)
+        goal = top_p * vocabulary.total(weight)
+        return _bisect(scaled, lambda keep: vocabulary.total(jnp.where(keep, weight, 0.0)) >= goal)
 
     by_mass = jax.lax.cond(jnp.any(top_p < 1), nucleus, lambda: jnp.full(batch, -jnp.inf))
     by_mass = jnp.where(top_p < 1, by_mass, -jnp.inf)
@@ -143,9 +144,9 @@ def log_probabilities(
 
     def compute():
         on_path = jnp.take_along_axis(logits, path[..., None], axis=1)
-        norm = jax.nn.logsumexp(on_path, axis=-1, keepdims=True)
-        values, ids = jax.lax.top_k(on_path, top)
-        chosen = jnp.take_along_axis(on_path, tokens[..., None], axis=-1)
+        norm = vocabulary.logsumexp(on_path)[..., None]
+        values, ids = vocabulary.top_k(on_path, top)
+        chosen = vocabulary.at(on_path, tokens[..., None])
         return Logprobs((chosen - norm)[..., 0], ids, values - norm)
 
     shape = (*tokens.shape, top)
@@ -158,10 +159,10 @@ def _sample(logits: Float[Array, "B W V"], sampling: Sampling, keys: UInt32[Arra
 
     def perturbed():
         kept = _kept(logits, sampling)
-        return jnp.where(hot, kept + gumbel(keys, jnp.arange(logits.shape[-1])), kept)
+        return jnp.where(hot, kept + gumbel(keys, vocabulary.ids(logits.shape[-1])), kept)
 
     score = jax.lax.cond(jnp.any(hot), perturbed, lambda: logits)
-    return jnp.argmax(score, axis=-1).astype(jnp.int32)
+    return vocabulary.argmax(score)
 
 
 def _kept(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Array, "B W V"]:
@@ -169,7 +170,7 @@ def _kept(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Array, "B 
     temperature = sampling.temperature[:, None, None]
     hot = temperature > 0
     # Taken from the best one first: a small temperature then cannot overflow.
-    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    below = logits - vocabulary.maximum(logits)[..., None]
     scaled = jnp.where(hot, below / jnp.where(hot, temperature, 1.0), logits)
     filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
     threshold = jax.lax.cond(
@@ -219,14 +220,13 @@ def _penalise(logits, sampling: Sampling, history: History, path_counts):
 def _add_bias(logits, sampling: Sampling):
     batch = jnp.arange(logits.shape[0])[:, None]
     bias = jnp.zeros((logits.shape[0], logits.shape[-1]))
-    # -1 would count from the end: padding goes out of range instead.
-    ids = jnp.where(sampling.bias_ids < 0, logits.shape[-1], sampling.bias_ids)
+    ids = vocabulary.column(sampling.bias_ids, logits.shape[-1])
     return logits + bias.at[batch, ids].add(sampling.bias_values, mode="drop")[:, None]
 
 
 def _ban_stops(logits, sampling: Sampling, early: Bool[Array, "B W"]):
     batch = jnp.arange(logits.shape[0])[:, None]
-    ids = jnp.where(sampling.stop_ids < 0, logits.shape[-1], sampling.stop_ids)
+    ids = vocabulary.column(sampling.stop_ids, logits.shape[-1])
     banned = jnp.zeros((logits.shape[0], logits.shape[-1]), bool).at[batch, ids].set(True, mode="drop")
     return jnp.where(early[..., None] & banned[:, None], -jnp.inf, logits)
 
@@ -249,6 +249,6 @@ def _bisect(x: Float[Array, "B W V"], enough) -> Float[Array, "B W"]:
         return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
 
     lowest = jnp.broadcast_to(_ordered(jnp.float32(-jnp.inf)), x.shape[:2])
-    low, _ = jax.lax.fori_loop(0, 32, halve, (lowest, jnp.max(order, axis=-1)))
+    low, _ = jax.lax.fori_loop(0, 32, halve, (lowest, parallel.greatest(jnp.max(order, axis=-1))))
     bits = jnp.where(low < 0, low ^ jnp.int32(0x7FFFFFFF), low)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -56,5 +56,10 @@ def pool_of(config: EngineConfig, spec: ModelSpec, drafter: Drafter, kernels: Ke
 def _page_size(config: EngineConfig) -> int:
     if config.page_size is not None:
         return config.page_size
-    # A page is fetched as a whole: 8-bit ones are as many bytes as those of bfloat16.
-    return 64 if platform() == "cpu" else 256 if config.kv_dtype in ("int8", "fp8") else 128
+    return 64 if platform() == "cpu" else accelerator_page(config.kv_dtype)
+
+
+def accelerator_page(kv_dtype: str) -> int:
+    """Tokens of a page on accelerators. They fetch a page as a whole: 8-bit ones are as many bytes as those of
+    bfloat16."""
+    return 256 if kv_dtype in ("int8", "fp8") else 128

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec import noise
+from jaxspec import noise, vocabulary
 from jaxspec.sampling import distribution, draw, is_usable
 from jaxspec.tree import Tree
 from jaxspec.types import History, Proposal, Sampling, Verdict
@@ -85,8 +85,8 @@ def verify_rejection(
         path.append(node)
     path = jnp.stack(path, axis=1)
     count = jnp.sum(jnp.cumprod(path[:, 1:] > 0, axis=1), axis=1) + 1
-    noise_of_last = noise.gumbel(_row(last_keys, count - 1), jnp.arange(logits.shape[-1]))
-    last = jnp.argmax(jnp.log(p) + noise_of_last, axis=-1).astype(jnp.int32)
+    noise_of_last = noise.gumbel(_row(last_keys, count - 1), vocabulary.ids(logits.shape[-1]))
+    last = vocabulary.argmax(jnp.log(p) + noise_of_last)
     place = jnp.arange(path.shape[1])
     tokens = jnp.where(place < count[:, None] - 1, jnp.stack([*tokens, last], axis=1), last[:, None])
     return Verdict(tokens, path, count, _all_on(path, count, is_usable(logits)))
@@ -110,9 +110,9 @@ def verify_typical(
     depths, parents = jnp.asarray(tree.depths), jnp.asarray(tree.parents, jnp.int32)
     counts = partial(_path_counts, tree, proposal, logits.shape[-1])
     p = distribution(logits, sampling, history, counts, ordinal[:, None] + depths)
-    entropy = -jnp.sum(jnp.where(p > 0, p * jnp.log(p), 0), axis=-1)
+    entropy = -vocabulary.total(jnp.where(p > 0, p * jnp.log(p), 0))
     least = jnp.minimum(TYPICAL_EPSILON, TYPICAL_DELTA * jnp.exp(-entropy))
-    chance = jnp.take_along_axis(p[:, parents], proposal.tokens[..., None], axis=-1)[..., 0]
+    chance = vocabulary.at(p[:, parents], proposal.tokens[..., None])[..., 0]
     fits = proposal.valid & (chance > least[:, parents])
     score = [jnp.zeros(ordinal.shape)]
     for node, parent in enumerate(tree.parents):
@@ -154,7 +154,8 @@ def _judge_children(
         child = children[:, rank]
         judged = going & (chosen == 0) & (child > 0) & _row(proposal.valid, child - 1)
         token, drawn_from = _row(proposal.tokens, child - 1), _row(q, child - 1)
-        fits = judged & _accepts(chance[:, rank], _row(p, token), _row(drawn_from, token))
+        of_token = (vocabulary.at(x, token[:, None])[:, 0] for x in (p, drawn_from))
+        fits = judged & _accepts(chance[:, rank], *of_token)
         p = jnp.where((judged & ~fits)[:, None], _residual(p, drawn_from), p)
         chosen = jnp.where(fits, child, chosen)
     return chosen, p
@@ -167,7 +168,7 @@ def _accepts(chance, p, q):
 
 def _residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
     above = jnp.maximum(p - q, 0)
-    total = jnp.sum(above, axis=-1, keepdims=True)
+    total = vocabulary.total(above)[..., None]
     # Nothing is left where p and q are equal but for rounding: then p itself is right.
     return jnp.where(total > 0, above / total, p)
 
@@ -193,10 +194,11 @@ def _walk(tree: Tree, proposal: Proposal, drawn: Int[Array, "B W"]) -> tuple[Int
     return jnp.stack(path, axis=1), count
 
 
-def _path_counts(tree: Tree, proposal: Proposal, vocab: int) -> Int[Array, "B W V"]:
+def _path_counts(tree: Tree, proposal: Proposal, width: int) -> Int[Array, "B W V"]:
     """How often each token was drafted on the way to each node, that node included."""
     batch, nodes = proposal.tokens.shape
     drafted = jnp.asarray(tree.is_ancestor[:, 1:], jnp.int32)
-    counts = jnp.zeros((batch, tree.width, vocab), jnp.int32)
-    rows = jnp.arange(batch)[:, None, None], jnp.arange(tree.width)[None, :, None], proposal.tokens[:, None, :]
-    return counts.at[rows].add(jnp.broadcast_to(drafted, (batch, tree.width, nodes)))
+    counts = jnp.zeros((batch, tree.width, width), jnp.int32)
+    tokens = vocabulary.column(proposal.tokens, width)[:, None, :]
+    rows = jnp.arange(batch)[:, None, None], jnp.arange(tree.width)[None, :, None], tokens
+    return counts.at[rows].add(jnp.broadcast_to(drafted, (batch, tree.width, nodes)), mode="drop")

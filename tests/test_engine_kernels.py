@@ -54,7 +54,7 @@ def heads(tmp_path_factory) -> str:
     ("kv_dtype", "drafter"), [*FEW, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in REST)]
 )
 def test_kernels_give_the_texts_of_xla(unoptimised, monkeypatch, transformer, heads, kv_dtype, drafter) -> None:
-    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_: transformer)
+    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_, **__: transformer)
     monkeypatch.setattr("jaxspec.config.PREFILL_ROW", 1)
     monkeypatch.setattr("jaxspec.engine.PREFILL_ROW", 16)
     monkeypatch.setattr("jaxspec.engine.BATCH_BUCKETS", ())

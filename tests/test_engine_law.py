@@ -62,7 +62,7 @@ def heads(tmp_path_factory) -> dict[int, str]:
 @pytest.fixture
 def integers(monkeypatch: pytest.MonkeyPatch, toy: LoadedModel, unoptimised) -> None:
     """The toy in place of the transformer."""
-    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_: toy)
+    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_, **__: toy)
     for module in ("decode", "round", "drafters._model"):
         monkeypatch.setattr(f"jaxspec.{module}.forward", toy_forward.forward)
     for module in ("round", "drafters._model"):
@@ -220,7 +220,7 @@ def transformer_work() -> list[Work]:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_laws_1_3b_and_5_on_a_transformer(unoptimised, transformer, build, monkeypatch, plain: Results, drafter: str):
     """Poison changes no bit, and preemption, hits, forks and drafts change rounding only."""
-    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_: transformer)
+    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_, **__: transformer)
     make = partial(build, transformer, chunk=32, row=16, page_size=8)
     if not plain:
         plain |= serve(make(prefix_cache=False, max_batch=4), transformer_work())

@@ -88,7 +88,7 @@ def _run(config: TrainConfig, restart: bool, stages: "_Stages") -> None:
         discard(output / "checkpoints")
     with stages:
         stages.begin(f"loading {config.model}")
-        loaded = load_model(config.model, "float32" if joint else "auto", packed=False)
+        loaded = load_model(config.model, "float32" if joint else "auto", packed=False, stacked=False)
         texts = read_texts(config.data, loaded, output, stages.tell, stages.progress)
         prepared = prepare(config, loaded, texts, stages.tell, stages.progress)
     with Checkpoints(output / "checkpoints", prepared.about) as checkpoints:

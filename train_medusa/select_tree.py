@@ -125,7 +125,7 @@ def select(
 ) -> None:
     """Measure how often each guess of the heads is right and what trees cost here, and write the best tree."""
     console = Console(stderr=True)
-    loaded = load_model(model)
+    loaded = load_model(model, stacked=False)
     spec, params = load_heads(heads, loaded.spec, loaded.params["norm"]["weight"].dtype)
     texts = read_texts(DataConfig(files=[str(prompts)], limit=limit), loaded, heads / "select_tree", console.print)
     tally = score(spec, params, loaded, texts)

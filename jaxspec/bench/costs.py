@@ -140,9 +140,9 @@ def _timer(
         return jax.block_until_ready(decode.set_active(state, np.ones(batch, bool)))
 
     def time_rounds() -> Timing:
-        state = jax.block_until_ready(rounds(program, engine.params, set_up())[0])
+        state = jax.block_until_ready(rounds(program, engine.device.params, set_up())[0])
         start = time.perf_counter()
-        _, drafted = jax.block_until_ready(rounds(program, engine.params, state))
+        _, drafted = jax.block_until_ready(rounds(program, engine.device.params, state))
         return Timing(time.perf_counter() - start, int(drafted))
 
     return time_rounds

@@ -157,7 +157,8 @@ class Bench:
             for case, engine in self.engines.items():
                 found.tries[case].extend(retrieve(engine, length, sizes.depths, sizes.keys))
                 tell(length * len(sizes.depths) * sizes.keys)
-        subjects = [Subject(engine.params.target, engine.spec, engine.program.pool) for engine in self.engines.values()]
+        engines = self.engines.values()
+        subjects = [Subject(e.device.params.target, e.spec, e.program.pool) for e in engines]
         for index in range(sizes.windows):
             self.doing = f"perplexity, window {index + 1} of {sizes.windows}"
             window = self.ids[index * sizes.window : (index + 1) * sizes.window]

@@ -23,7 +23,7 @@ from jaxspec.host.request import CompletionOutput
 from jaxspec.host.scheduler import Counters
 
 if TYPE_CHECKING:
-    import jaxspec.engine
+    import jaxspec.llm
 
 # What decides when a text comes, and not which text comes.
 PACE = {
@@ -31,6 +31,10 @@ PACE = {
     "kv_memory",
     "page_size",
     "implementation",
+    "tensor_parallel",
+    "data_parallel",
+    "draft_parallel",
+    "distributed",
     "prefill_chunk",
     "prefix_cache",
     "ngram_max",
@@ -160,54 +164,50 @@ def _answer(jobs: list[Job], journal: Journal, config: EngineConfig, summary: Pa
         print(f"{len(kept)} of {len(jobs)} rows are there already", file=sys.stderr)
     if stale := len(journal.finished) - len(kept):
         print(f"{stale} rows of {journal.path} answer other requests or options: they go", file=sys.stderr)
-    failed = 0
-    todo: deque[Job] = deque()
-    for job in jobs:
-        if job.error is not None:
-            journal.write(job.index, job.request, job.label | {"error": job.error})
-            failed += 1
-        elif job.index not in kept:
-            todo.append(job)
+    wrong = [job for job in jobs if job.error is not None]
+    todo = deque(job for job in jobs if job.error is None and job.index not in kept)
+    failed = len(wrong)
     figures = None if todo else Metrics(Counters()).as_dict
     try:
         with interruptible(lambda: f"{len(journal.finished)} of {len(jobs)} rows are kept; the same command goes on"):
-            if todo:
-                engine = load(config).engine
+            engine = load(config).engine if todo else None
+            # Of several processes only the one that leads is here: the others may have the same file.
+            for job in wrong:
+                journal.write(job.index, job.request, job.label | {"error": job.error})
+            if engine is not None:
                 figures = engine.figures
                 with Meter(len(jobs), len(jobs) - len(todo), lambda: _details(engine)) as meter:
-                    failed += Run(engine, journal, meter).answer(todo, 2 * config.max_batch)
+                    failed += Run(engine, journal, meter).answer(todo, 2 * config.max_batch * config.data_parallel)
     finally:
         if summary is not None and figures is not None:
             summary.write_bytes(msgspec.json.format(msgspec.json.encode(figures())) + b"\n")
     return failed
 
 
-def _details(engine: "jaxspec.engine.Engine") -> str:
+def _details(engine: "jaxspec.llm.Serving") -> str:
     """What goes on in the engine, in a line."""
-    scheduler, metrics = engine.scheduler, engine.metrics
-    total, cached = scheduler.pages.num_pages, scheduler.cache.evictable if scheduler.cache else 0
+    status = engine.status()
     parts = [
-        f"{len(scheduler.rows)} running",
-        f"{len(scheduler.waiting)} waiting",
-        f"pages {total - scheduler.pages.free - cached} used {cached} cached of {total}",
-        f"hits {metrics.hit_rate:.0%}",
+        f"{status.running} running",
+        f"{status.waiting} waiting",
+        f"pages {status.used} used {status.cached} cached of {status.pages}",
+        f"hits {status.hit_tokens / max(status.prompt_tokens, 1):.0%}",
     ]
-    return ", ".join([*parts, f"τ {metrics.tau:.2f}"] if metrics.tau else parts)
+    return ", ".join([*parts, f"τ {status.tokens / status.rounds:.2f}"] if status.rounds else parts)
 
 
 class Run:
     """Feeds an engine, and writes each row once all its samples are finished."""
 
-    def __init__(self, engine: "jaxspec.engine.Engine", journal: Journal, meter: Meter) -> None:
+    def __init__(self, engine: "jaxspec.llm.Serving", journal: Journal, meter: Meter) -> None:
         self.engine, self.journal, self.meter = engine, journal, meter
         self.running: dict[str, tuple[Job, list[CompletionOutput]]] = {}
         self.failed = 0
 
     def answer(self, todo: deque[Job], window: int) -> int:
         """Answer all of `todo` with about `window` samples in the engine; return how many rows ended in an error."""
-        scheduler = self.engine.scheduler
         while todo or self.running:
-            while todo and len(scheduler.rows) + len(scheduler.waiting) < window:
+            while todo and self.engine.samples < window:
                 self._submit(todo.popleft())
             for delta in self.engine.step() if self.running else ():
                 self.meter.add(tokens=delta.tokens)

@@ -17,7 +17,7 @@ from jaxspec.errors import RequestError
 from jaxspec.host.request import CompletionOutput, TextDelta
 
 if TYPE_CHECKING:
-    import jaxspec.engine
+    import jaxspec.llm
 
 
 @with_engine_and_sampling
@@ -85,7 +85,7 @@ def generate(
     return 0
 
 
-def _run(engine: "jaxspec.engine.Engine", asked: list[Prompt], params: SamplingParams, shown: "Answers") -> None:
+def _run(engine: "jaxspec.llm.Serving", asked: list[Prompt], params: SamplingParams, shown: "Answers") -> None:
     for index, prompt in enumerate(asked):
         try:
             submit(engine, str(index), prompt.source, params)

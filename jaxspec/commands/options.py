@@ -86,11 +86,19 @@ ENGINE = {
     ),
     "max_batch": Flag(int, "Samples decoded at once."),
     "max_context": Flag(int, "Tokens of prompt and output together at most; the model's own if not given."),
-    "kv_memory": Flag(float, "GiB of memory for the key/value cache."),
+    "kv_memory": Flag(float, "GiB of memory for the key/value cache, on each device."),
     "prefill_chunk": Flag(int, "Prompt tokens written between two rounds; running answers pause no longer than that."),
     "prefix_cache": Flag(bool, "Keep what was computed for requests that begin alike."),
     "page_size": Flag(
         int, "Tokens a cache page; if not given 64 on the CPU, elsewhere 128, or 256 where the cache is int8 or fp8."
+    ),
+    "tensor_parallel": Flag(int, "Devices that share the model; of a CPU, JAX_NUM_CPU_DEVICES says how many it is."),
+    "data_parallel": Flag(int, "Replicas of the model, each on --tensor-parallel devices of its own."),
+    "draft_parallel": Flag(str, "draft_model: sharded over the devices as the model is, or replicated on each."),
+    "distributed": Flag(
+        str,
+        "Several processes that all run this command: auto (Slurm, Kubernetes, TPU pods), or "
+        "HOST:PORT,PROCESSES,INDEX with the address of process 0. Example: --distributed 10.0.0.1:8476,2,0",
     ),
     "implementation": Flag(
         str, "Of attention: pallas (kernels for TPUs; interpreted, so very slow, on a CPU), xla, or auto."

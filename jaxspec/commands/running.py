@@ -14,7 +14,6 @@ from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.host.request import CompletionOutput, Statistics
 
 if TYPE_CHECKING:
-    import jaxspec.engine
     import jaxspec.llm
 
 Messages = list[dict[str, Any]]
@@ -28,7 +27,7 @@ def load(config: EngineConfig) -> "jaxspec.llm.LLM":
         return LLM(**msgspec.structs.asdict(config))
 
 
-def submit(engine: "jaxspec.engine.Engine", request_id: str, source: str | Messages, params: SamplingParams) -> None:
+def submit(engine: "jaxspec.llm.Serving", request_id: str, source: str | Messages, params: SamplingParams) -> None:
     """Queue a request: text is completed as it is, messages go through the chat template. May raise RequestError."""
     if isinstance(source, str):
         engine.add(request_id, source, params)

@@ -5,21 +5,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jax.sharding import PartitionSpec
+from jax.tree_util import DictKey
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec import noise
+from jaxspec import noise, parallel, vocabulary
 from jaxspec.config import DRAFT_TOKENS, MAX_NODES, EngineConfig, find_config
 from jaxspec.errors import ConfigError
 from jaxspec.models.heads import HeadsSpec, head_logits, of_base
 from jaxspec.models.loading import LoadedModel
 from jaxspec.models.loading.heads import load_heads
-from jaxspec.models.spec import ModelSpec
+from jaxspec.models.spec import ModelSpec, padded_vocab
+from jaxspec.parallel import MODEL, place, share_of
 from jaxspec.sampling import distribution
 from jaxspec.target import platform
 from jaxspec.tree import Tree, grow
@@ -91,13 +94,31 @@ def load(
     spec, params = load_heads(folder, target.spec, dtype)
     path = folder / TREE_FILE if folder.is_dir() else folder.with_name(TREE_FILE)
     chosen = change(read_tree(path, spec, config.draft_tokens))
-    tree = Tree.of_paths(chosen.nodes)
+    heads = with_tree(spec, target.local, chosen.nodes, chosen.chances)
+    params = _shared(params, target)
+    return heads, params | of_base(spec, params, target.spec, target.params)
+
+
+def with_tree(spec: HeadsSpec, model: ModelSpec, nodes: Sequence[tuple[int, ...]], chances: Sequence[float]) -> Heads:
+    """Heads with a tree of these nodes. ConfigError where a node has more children than there are guesses."""
+    tree = Tree.of_paths(nodes)
     if tree.children.shape[1] > spec.vocab:
         raise ConfigError(f"a draft tree with {tree.children.shape[1]} siblings: the heads guess {spec.vocab} tokens")
     # As far down as there are heads: copies may go on.
-    levels = _levels(tree)[: spec.num_heads]
-    heads = Heads(spec, target.spec, tree, tuple(chosen.chances), levels)
-    return heads, params | of_base(spec, params, target.spec, target.params)
+    return Heads(spec, model, tree, tuple(chances), _levels(tree)[: spec.num_heads])
+
+
+def _shared(params: Params, target: LoadedModel) -> Params:
+    """Heads on the devices of the target: of projections of their own each has a slice of the vocabulary."""
+    devices = share_of(target.mesh)
+
+    def one(path: tuple[Any, ...], array: Array) -> Array:
+        if path[-1] != DictKey("output"):
+            return place(array, target.mesh, PartitionSpec())
+        missing = padded_vocab(len(array), devices) - len(array)
+        return place(np.pad(array, ((0, missing), (0, 0))), target.mesh, PartitionSpec(MODEL))
+
+    return params if target.mesh is None else jax.tree.map_with_path(one, params)
 
 
 def _folder(config: EngineConfig, target: LoadedModel) -> Path:
@@ -161,8 +182,8 @@ def guess(
 
     def deeper(level: Level, k: int, worth: Bool[Array, "B"], guesses: Guesses) -> Guesses:
         logits = _logits(heads, params, level, k, hidden, root, guesses.tokens)
-        best, ids = jax.lax.top_k(logits, int(level.rank.max()) + 1)
-        chance = jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+        best, ids = vocabulary.top_k(logits, int(level.rank.max()) + 1)
+        chance = jnp.exp(best - vocabulary.logsumexp(logits)[..., None])
         at = np.minimum(level.parent, logits.shape[1] - 1), level.rank
         ids, chance = ids[:, *at], chance[:, *at] * _above(guesses, level)[:, level.parent]
         tokens = params["token_map"][ids] if "token_map" in params else ids
@@ -189,9 +210,10 @@ def _logits(heads: Heads, params: Params, level: Level, k: int, hidden, root, to
     paths = level.paths if heads.spec.conditioned else level.paths[:1]
     hidden = jnp.broadcast_to(hidden[:, None], (len(root), len(paths), hidden.shape[-1]))
     logits = head_logits(heads.spec, params["heads"][k], params, hidden, row[:, paths])
-    if "token_map" in params or heads.model.valid_vocab == heads.spec.vocab:
+    known = heads.spec.vocab if "token_map" in params else heads.model.valid_vocab
+    if known == parallel.share() * logits.shape[-1]:
         return logits
-    return jnp.where(jnp.arange(heads.spec.vocab) < heads.model.valid_vocab, logits, -jnp.inf)
+    return jnp.where(vocabulary.ids(logits.shape[-1]) < known, logits, -jnp.inf)
 
 
 def draw(heads: Heads, params: Params, hidden: Float[Array, "B E"], view: View, temperature: float | None) -> Proposal:
@@ -199,7 +221,7 @@ def draw(heads: Heads, params: Params, hidden: Float[Array, "B E"], view: View, 
 
     Greedy rows get the likeliest tokens, of which the target's own is then accepted: their q is 0.
     """
-    batch, size, vocab = len(view.progress.token), heads.tree.size, heads.model.vocab_size
+    batch, size, vocab = len(view.progress.token), heads.tree.size, vocabulary.columns(heads.model.vocab_size)
 
     def pick() -> Proposal:
         tokens, chance = guess(heads, params, hidden, view.progress.token, jnp.ones(batch, bool), 0.0)
@@ -210,7 +232,7 @@ def draw(heads: Heads, params: Params, hidden: Float[Array, "B E"], view: View, 
 
 
 def _draw(heads: Heads, params: Params, hidden: Float[Array, "B E"], view: View, temperature: float | None) -> Proposal:
-    progress, size, vocab = view.progress, heads.tree.size, heads.model.vocab_size
+    progress, size, vocab = view.progress, heads.tree.size, vocabulary.columns(heads.model.vocab_size)
     batch = len(progress.token)
     hot = view.sampling.temperature > 0
     sampling = view.sampling
@@ -222,10 +244,11 @@ def _draw(heads: Heads, params: Params, hidden: Float[Array, "B E"], view: View,
         logits = _logits(heads, params, level, k, hidden, progress.token, tokens)
         if "token_map" in params:
             nowhere = jnp.full((*logits.shape[:2], vocab), -jnp.inf)
-            logits = nowhere.at[..., params["token_map"]].set(logits)
+            at = vocabulary.column(params["token_map"], vocab)
+            logits = nowhere.at[..., at].set(parallel.gathered(logits)[..., : len(at)], mode="drop")
         logits = jnp.broadcast_to(logits, (batch, len(level.parents), vocab))
         p, order = _orders(logits, view, sampling, k, hot)
-        best, ids = jax.lax.top_k(order, int(level.rank.max()) + 1)
+        best, ids = vocabulary.top_k(order, int(level.rank.max()) + 1)
         at = level.parent, level.rank
         tokens = tokens.at[:, level.nodes].set(ids[:, *at].astype(jnp.int32))
         valid = valid.at[:, level.nodes].set(jnp.isfinite(best[:, *at]))
@@ -238,7 +261,7 @@ def _orders(logits, view: View, sampling: Sampling, k: int, hot) -> tuple[Float[
     ordinal = view.progress.ordinal[:, None] + k
     p = distribution(logits, sampling, view.history, None, jnp.broadcast_to(ordinal, logits.shape[:2]))
     keys = noise.noise_keys(sampling.seed, sampling.sample, ordinal, noise.DRAFT)
-    drawn = jnp.log(p) + noise.gumbel(keys, jnp.arange(logits.shape[-1]))
+    drawn = jnp.log(p) + noise.gumbel(keys, vocabulary.ids(logits.shape[-1]))
     return p, jnp.where(hot[:, None, None], drawn, logits)
 
 
@@ -246,7 +269,7 @@ def _without_elder(p: Float[Array, "B n V"], ids: Int[Array, "B n ranks"], level
     """The distribution that each node was drawn from: without its elder siblings, and summing to 1 again."""
     of_node = p[:, level.parent]
     elder = jnp.arange(ids.shape[-1]) < level.rank[:, None]
-    at = jnp.where(elder, ids[:, level.parent], p.shape[-1])
+    at = jnp.where(elder, vocabulary.column(ids[:, level.parent], p.shape[-1]), p.shape[-1])
     rows = jnp.arange(len(p))[:, None, None], jnp.arange(len(level.nodes))[None, :, None]
     left = of_node.at[*rows, at].set(0, mode="drop")
-    return left / jnp.maximum(jnp.sum(left, axis=-1, keepdims=True), 1e-30)
+    return left / jnp.maximum(vocabulary.total(left)[..., None], 1e-30)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec import noise
+from jaxspec import noise, vocabulary
 from jaxspec.config import DRAFT_TOKENS, EngineConfig
 from jaxspec.drafters import _pace
 from jaxspec.drafters._text import Text, begin, extend, new_text, read
@@ -62,15 +62,16 @@ def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> 
         def step(index, carry):
             tokens, q, counts, pool = carry
             hidden, pool = _next_hidden(run, previous, tokens, index, view, pool)
-            logits = _same_size(logits_of(params, model, hidden), target)
+            logits = logits_of(params, model, hidden)
             token = _draw(logits, lambda: counts, index, view, purpose)
             if not coupled:
                 q = q.at[:, index].set(_drawn_from(logits, lambda: counts, index, view))
-            counts = counts.at[jnp.arange(batch), 0, token].add(1)
+            counts = counts.at[jnp.arange(batch), 0, vocabulary.column(token, width)].add(1, mode="drop")
             return tokens.at[:, index].set(token), q, counts, pool
 
-        q = None if coupled else jnp.zeros((batch, count, target.vocab_size))
-        counts = jnp.zeros((batch, 1, target.vocab_size), jnp.int32)
+        width = vocabulary.columns(target.vocab_size)
+        q = None if coupled else jnp.zeros((batch, count, width))
+        counts = jnp.zeros((batch, 1, width), jnp.int32)
         start = jnp.zeros((batch, count), jnp.int32), q, counts, pool
         tokens, q, _, pool = jax.lax.fori_loop(0, steps, step, start)
         written = jnp.where(view.progress.active & (steps > 0), state.text.length - 1 + steps, written)
@@ -144,13 +145,6 @@ def _drawn_from(logits: Float[Array, "B 1 V"], counts: PathCounts, index, view: 
         lambda: distribution(logits, view.sampling, view.history, counts, ordinal)[:, 0],
         lambda: jnp.zeros_like(logits[:, 0]),
     )
-
-
-def _same_size(logits: Float[Array, "B 1 V"], target: ModelSpec) -> Float[Array, "B 1 V2"]:
-    """Logits over the target's vocabulary, whose padding may be of another length."""
-    short = max(0, target.vocab_size - logits.shape[-1])
-    padded = jnp.pad(logits, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
-    return padded[..., : target.vocab_size]
 
 
 def _init(batch: int, context: int) -> State:

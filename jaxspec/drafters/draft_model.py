@@ -13,7 +13,13 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     """Loads `draft_model`. ConfigError where it is not given or cannot follow the target."""
     if config.draft_model is None:
         raise ConfigError("the drafter draft_model needs draft_model, a model with the vocabulary of the target")
-    draft = load_model(config.draft_model, config.weights)
+    draft = load_model(
+        config.draft_model,
+        config.weights,
+        mesh=target.mesh,
+        vocab_size=target.spec.vocab_size,
+        replicated=config.draft_parallel == "replicated",
+    )
     if draft.tokenizer.vocabulary != target.tokenizer.vocabulary:
         raise ConfigError(f"{draft.name} has another vocabulary than {target.name}: it cannot draft for it")
     context = config.max_context or target.spec.max_context
@@ -22,4 +28,4 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
             f"{draft.name} was trained for {draft.spec.max_context} tokens, fewer than the context of {context}: "
             f"set max_context to {draft.spec.max_context} or take another draft_model"
         )
-    return model_drafter(draft.spec, target.spec, config), draft.params
+    return model_drafter(draft.local, target.local, config), draft.params

@@ -40,7 +40,11 @@ class State(NamedTuple):
 def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     """Drafts `draft_tokens` nodes of the tree that lies beside the heads; fewer, if adaptive, where the heads doubt."""
     heads, params = _heads.load(config, target)
-    dtype = target.params["norm"]["weight"].dtype
+    return medusa_drafter(heads, config, target.params["norm"]["weight"].dtype), params
+
+
+def medusa_drafter(heads: _heads.Heads, config: EngineConfig, dtype: Any) -> Drafter:
+    """The drafter of heads; `dtype` is that of hidden states."""
     widths = _pace.row_widths(heads.tree.size, config.draft_adaptive)
 
     def propose(
@@ -57,7 +61,7 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
 
     learn = partial(observe, jnp.asarray(heads.chances))
     typical = config.verify == "typical"
-    return Drafter(heads.tree, widths, partial(init, heads, dtype), admit, propose, learn, typical=typical), params
+    return Drafter(heads.tree, widths, partial(init, heads, dtype), admit, propose, learn, typical=typical)
 
 
 def init(heads: _heads.Heads, dtype: Any, batch: int, context: int) -> State:

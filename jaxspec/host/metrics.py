@@ -1,15 +1,34 @@
 """How an engine is doing: times as clients see them, what prompts cost, and what the memory holds."""
 
+import dataclasses
 import math
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jaxspec.host.request import TextDelta
 from jaxspec.host.scheduler import Counters, Scheduler
 
 KEPT = 2**18
 """Times that a spread keeps: the latest."""
+
+
+class Status(NamedTuple):
+    """What goes on in an engine, as numbers that add up."""
+
+    running: int
+    waiting: int
+    pages: int
+    used: int
+    """Pages of running samples."""
+    cached: int
+    """Pages that are kept for others."""
+    hit_tokens: int
+    prompt_tokens: int
+    tokens: int
+    """Of the samples that have ended; so the next."""
+    rounds: int
 
 
 class Spread:
@@ -22,6 +41,11 @@ class Spread:
     def add(self, seconds: float) -> None:
         self._times.append(seconds)
         self._max = max(seconds, self._max or 0.0)
+
+    def take(self, other: "Spread") -> None:
+        """Add another's times."""
+        self._times.extend(other._times)
+        self._max = max((most for most in (self._max, other._max) if most is not None), default=None)
 
     def as_dict(self) -> dict[str, float | None]:
         ordered = sorted(self._times)
@@ -40,6 +64,12 @@ class Share:
         self._part += part
         self._whole += whole
         self.peak = max(self.peak, part / whole if whole else 0.0)
+
+    def take(self, other: "Share") -> None:
+        """Add all that another was given."""
+        self._part += other._part
+        self._whole += other._whole
+        self.peak = max(self.peak, other.peak)
 
     @property
     def mean(self) -> float:
@@ -69,10 +99,34 @@ class Metrics:
         tokens, rounds = self._ended
         return tokens / rounds if rounds else 0.0
 
-    @property
-    def hit_rate(self) -> float:
-        """The share of prompt tokens that did not have to be computed."""
-        return self.counters.hit_tokens / self.counters.prompt_tokens if self.counters.prompt_tokens else 0.0
+    @staticmethod
+    def of_all(parts: Sequence["Metrics"]) -> "Metrics":
+        """The figures of engines that work side by side."""
+        counts = zip(*(dataclasses.astuple(part.counters) for part in parts), strict=True)
+        whole = Metrics(Counters(*(sum(count) for count in counts)))
+        whole.seconds = max(part.seconds for part in parts)
+        whole.requests, whole.tokens = (sum(n) for n in zip(*((p.requests, p.tokens) for p in parts), strict=True))
+        whole._ended = sum(part._ended[0] for part in parts), sum(part._ended[1] for part in parts)
+        for part in parts:
+            whole._ttft.take(part._ttft)
+            whole._inter_token.take(part._inter_token)
+            whole._waste.take(part._waste)
+            whole._look_ahead.take(part._look_ahead)
+        return whole
+
+    def status(self, scheduler: Scheduler) -> Status:
+        """What goes on now."""
+        pages, cached = scheduler.pages, scheduler.cache.evictable if scheduler.cache else 0
+        return Status(
+            len(scheduler.rows),
+            len(scheduler.waiting),
+            pages.num_pages,
+            pages.num_pages - pages.free - cached,
+            cached,
+            self.counters.hit_tokens,
+            self.counters.prompt_tokens,
+            *self._ended,
+        )
 
     def take(self, news: list[TextDelta], scheduler: Scheduler) -> None:
         """Count what a step of the engine brought, and look at the pages as it leaves them."""

@@ -29,7 +29,7 @@ class Running:
     row: int | None = None
     """Of the batch; None while it waits."""
     saved: Any = None
-    """What the device knew of it when it had to give way."""
+    """How to find what the devices knew of it when it had to give way."""
     resumed: bool = False
     """Whether it had to give way before."""
     published: int = 0
@@ -227,11 +227,13 @@ class Scheduler:
             running.row = row
         return old
 
-    def abort(self, request_id: str) -> None:
-        """Drop every sample of a request, waiting or running."""
+    def abort(self, request_id: str) -> list[Any]:
+        """Drop every sample of a request, waiting or running; returns what was kept of those that gave way."""
+        saved = [r.saved for r in self.waiting if r.sample.request_id == request_id and r.saved is not None]
         self.waiting = [r for r in self.waiting if r.sample.request_id != request_id]
         for running in [r for r in self.rows.values() if r.sample.request_id == request_id]:
             self._leave(running)
+        return saved
 
     def _limit(self, sample: Sample) -> int:
         """Slots it may ever write: the last token of all is emitted and never written."""

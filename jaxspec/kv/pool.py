@@ -1,15 +1,17 @@
 """The page pool: all layers in one array per stored kind, carried through the rounds and donated."""
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kv import tail
 from jaxspec.kv.bits import as_bits
 from jaxspec.kv.format import Format
+from jaxspec.parallel import MODEL
 from jaxspec.target import platform
 from jaxspec.types import Sequences
 from pallas_kernels import (
@@ -25,11 +27,13 @@ from pallas_kernels import (
 )
 
 Pool = dict[str, Array]
+SHARED = PartitionSpec(None, MODEL)
+"""Several devices share a pool by key/value heads: pages have them second."""
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """The static shape of a pool. Page p of layer l is physical page `l * num_pages + p`."""
+    """The static shape of what a device has of a pool. Page p of layer l is physical page `l * num_pages + p`."""
 
     format: Format
     num_layers: int
@@ -87,6 +91,12 @@ class PoolSpec:
     def token_bytes(self) -> float:
         """Bytes of one token over all layers, in a page that is full."""
         return self.page_bytes / self.page_size
+
+
+def partition(spec: PoolSpec, shared: bool = True) -> dict[str, Any]:
+    """How the devices of a mesh share the arrays of a pool, or that each has all of them."""
+    arrays = dict.fromkeys(spec.shapes(), SHARED) | dict.fromkeys(spec.tails(1), PartitionSpec(None, *SHARED))
+    return arrays if shared else dict.fromkeys(arrays, PartitionSpec())
 
 
 def write_and_attend(
@@ -195,11 +205,6 @@ def duplicate(spec: PoolSpec, pool: Pool, source: Int[Array, ""], target: Int[Ar
     """Copy one page of every layer to another."""
     layers = jnp.arange(spec.num_layers) * spec.num_pages
     return pool | {name: pool[name].at[layers + target].set(pool[name][layers + source]) for name in spec.shapes()}
-
-
-def select(pool: Pool, rows: Int[Array, "B2"]) -> Pool:
-    """The pool for another batch: row i is the old row `rows[i]`. Pages belong to no row."""
-    return pool | {name: array[rows] for name, array in pool.items() if name == tail.TAIL}
 
 
 def _begin_of_group(spec: PoolSpec, sequence, slot, table) -> tuple[Int[Array, "R"], Int[Array, "R"]]:

@@ -5,17 +5,20 @@ The model's own output guesses the token after the one whose hidden state it is;
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxspec import parallel
 from jaxspec.models.linear import linear
 from jaxspec.models.quantization import Quantized, dequantize
-from jaxspec.models.spec import ModelSpec
-from jaxspec.models.transformer import Projection
+from jaxspec.models.spec import ModelSpec, padded_vocab
+from jaxspec.models.transformer import Projection, embed
 from jaxspec.types import Params
 
 
@@ -88,13 +91,24 @@ def of_base(spec: HeadsSpec, params: Params, model: ModelSpec, base: Params) -> 
     if not spec.own_output:
         weight = (base["embed"] if model.tied_embeddings else base["lm_head"])["weight"]
         if "token_map" in params:
-            if isinstance(weight, Quantized):
-                weight = dequantize(weight, base["embed"]["weight"].dtype)
-            weight = weight[params["token_map"]]
+            weight = _rows_of(weight, params["token_map"], base["embed"]["weight"].dtype)
         found["output"] = weight
     if spec.conditioned:
         found["embed"] = base["embed"]["weight"]
     return found
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _rows_of(weight: Array | Quantized, tokens: Int[Array, "vocab"], dtype: Any) -> Float[Array, "padded E"]:
+    """The rows of some tokens, padded where several devices share them."""
+
+    def own(weight: Array | Quantized, tokens: Int[Array, "vocab"]) -> Float[Array, "few E"]:
+        rows = embed(dequantize(weight, dtype) if isinstance(weight, Quantized) else weight, tokens)
+        whole = padded_vocab(len(tokens), parallel.share())
+        padded, few = jnp.pad(rows, ((0, whole - len(tokens)), (0, 0))), whole // parallel.share()
+        return jax.lax.dynamic_slice_in_dim(padded, parallel.index() * few, few)
+
+    return parallel.on_each(own, PartitionSpec(parallel.MODEL), weight, tokens)
 
 
 def head_hidden(
@@ -109,7 +123,7 @@ def head_hidden(
     `path` are the tokens from the one that follows the hidden state's own to the one before the guess: one for the
     first head, two for the second. Heads that are not conditioned do not look at it. `shared` is from `of_base`.
     """
-    seen = shared["embed"][path] if spec.conditioned else None
+    seen = embed(shared["embed"], path) if spec.conditioned else None
     return jnp.asarray(Head(spec).apply({"params": head["blocks"]}, hidden, seen))
 
 

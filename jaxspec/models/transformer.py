@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec import parallel, vocabulary
 from jaxspec.kv.pool import Pool, PoolSpec, write_and_attend
 from jaxspec.models.linear import linear, of_layer
 from jaxspec.models.spec import ModelSpec
@@ -32,6 +33,8 @@ class Projection(nn.Module):
 
     features: tuple[int, ...]
     use_bias: bool = False
+    joined: bool = False
+    """Whether each of several devices has a share of the inputs, and of their weights: their sums are the result."""
     initializer: nn.initializers.Initializer | None = None
 
     @nn.compact
@@ -43,6 +46,8 @@ class Projection(nn.Module):
         else:  # where it may be quantised, which `param` would not take
             weight = self.get_variable("params", "weight")
         y = linear(x, weight)
+        if self.joined:
+            y = parallel.total(y)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, self.features, x.dtype)
         return y
@@ -55,18 +60,18 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "R T E"], rotation, attend):
-        spec, group = self.spec, self.spec.group
+        spec, group, joined = self.spec, self.spec.group, self.spec.share > 1
         h = RMSNorm(spec.norm_eps, name="attention_norm")(x)
         shape = (spec.num_kv_heads, group + 2, spec.head_dim)
         qkv = Projection(shape, spec.qkv_bias, name="qkv")(h)
         q, k, v = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
         mixed, pool = attend(rotate(q, rotation), rotate(k[..., None, :], rotation)[..., 0, :], v)
         mixed = mixed.reshape(*x.shape[:-1], spec.num_heads * spec.head_dim)
-        x = x + Projection((spec.embed_dim,), spec.o_bias, name="o")(mixed)
+        x = x + Projection((spec.embed_dim,), spec.o_bias, joined, name="o")(mixed)
         h = RMSNorm(spec.norm_eps, name="mlp_norm")(x)
         gate_up = Projection((2, spec.mlp_dim), spec.mlp_bias, name="gate_up")(h)
         h = nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        return x + Projection((spec.embed_dim,), spec.mlp_bias, name="down")(h), pool
+        return x + Projection((spec.embed_dim,), spec.mlp_bias, joined, name="down")(h), pool
 
 
 def rotation_at(spec: ModelSpec, positions: Int[Array, "R T"]) -> tuple[Float[Array, "R T half"], ...]:
@@ -131,7 +136,7 @@ def forward(
     """
     table = sequences.page_table[0]
     rotation = rotation_at(spec, positions)
-    x = params["embed"]["weight"][tokens]
+    x = embed(params["embed"]["weight"], tokens)
     layer_fn = partial(_layer, spec=spec, pool_spec=pool_spec, distinct=distinct)
     layers = params["layers"]
     if isinstance(layers, tuple):
@@ -146,13 +151,22 @@ def forward(
     return jnp.asarray(RMSNorm(spec.norm_eps).apply({"params": params["norm"]}, x)), pool
 
 
+def embed(weight: Float[Array, "V E"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch E"]:
+    """The embeddings of tokens, of which each device has a slice of the vocabulary."""
+    if parallel.share() == 1:
+        return weight[tokens]
+    at = vocabulary.column(tokens, len(weight))
+    own = jnp.where((at < len(weight))[..., None], weight[jnp.minimum(at, len(weight) - 1)], 0)
+    return parallel.total(own)
+
+
 def logits_of(params: Params, spec: ModelSpec, hidden: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
-    """Float32 logits of normalised hidden states; padding ids of the vocabulary get -inf."""
+    """Float32 logits of normalised hidden states, on each device of its slice; padding ids get -inf."""
     head = params["embed"] if spec.tied_embeddings else params["lm_head"]
     logits = linear(hidden, head["weight"]).astype(jnp.float32)
     if spec.valid_vocab == spec.vocab_size:
         return logits
-    return jnp.where(jnp.arange(spec.vocab_size) < spec.valid_vocab, logits, -jnp.inf)
+    return jnp.where(vocabulary.ids(logits.shape[-1]) < spec.valid_vocab, logits, -jnp.inf)
 
 
 def init_params(spec: ModelSpec, key: Array, dtype=jnp.float32) -> Params:

@@ -9,6 +9,7 @@ from jaxspec.kv.formats import format_names, get_format
 from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.spec import ModelSpec
 from jaxspec.plan.shape import LatentSpec
+from jaxspec.sizes import accelerator_page
 
 
 class Cache(NamedTuple):
@@ -36,15 +37,16 @@ class Cache(NamedTuple):
         return self.pages(context) * self.page_bytes + self.tail_bytes
 
 
-def caches_of(spec: ModelSpec | LatentSpec, page_size: int) -> tuple[dict[str, Cache], dict[str, str]]:
-    """What each format takes, the largest first; and of formats that cannot be, why."""
+def caches_of(spec: ModelSpec | LatentSpec, page_size: int | None) -> tuple[dict[str, Cache], dict[str, str]]:
+    """What each format takes, the largest first; and of formats that cannot be, why. `page_size` None is what
+    accelerators take for each."""
     caches, refused = {}, {}
     for name in reversed(format_names()):  # int8 before fp8, which takes as much and is slow on many chips
         try:
-            caches[name] = _cache(spec, name, page_size)
+            caches[name] = _cache(spec, name, accelerator_page(name) if page_size is None else page_size)
         except ConfigError as error:
             refused[name] = str(error)
-    return dict(sorted(caches.items(), key=lambda item: -item[1].page_bytes)), refused
+    return dict(sorted(caches.items(), key=lambda item: -item[1].token_bytes)), refused
 
 
 def _cache(spec: ModelSpec | LatentSpec, kv_dtype: str, page_size: int) -> Cache:

@@ -17,12 +17,15 @@ class _Figures(msgspec.Struct, forbid_unknown_fields=True):
     """`device_kind` of its JAX devices."""
     clock_mhz: float
     hbm_gib: float
+    usable_gib: float
     hbm_gb_per_s: float
     vmem_kib: int
     bf16_tflops: float
     link_gb_per_s: float
     """One way; the devices of a chip share its links."""
     links: int
+    slices: list[str]
+    """Chips each way of what it comes in, the smallest first; a single number where a switch joins them."""
     int8_tflops: float | None = None
     fp8_tflops: float | None = None
     devices: int = 1
@@ -30,9 +33,7 @@ class _Figures(msgspec.Struct, forbid_unknown_fields=True):
 
 def chip(name: str) -> Chip:
     """The chip of that name. ConfigError lists those there are."""
-    if name not in _table():
-        raise ConfigError(f"no chip named {name!r} (there are: {', '.join(_table())})")
-    figures = _table()[name]
+    figures = _figures(name)
     share = 1 / figures.devices
     return Chip(
         name=name,
@@ -63,6 +64,22 @@ def chip_of_device(device: Any) -> Chip:
         if device.device_kind in figures.kinds:
             return chip(name)
     raise ConfigError(f"{device.device_kind} is not a kind of device in configs/chips.toml ({', '.join(_table())})")
+
+
+def usable_bytes(name: str) -> int:
+    """Memory of one of a chip's devices that programs can have."""
+    return round(_figures(name).usable_gib * 2**30 / _figures(name).devices)
+
+
+def slice_names(name: str) -> list[str]:
+    """What a chip comes in, such as 2x4, the smallest first."""
+    return _figures(name).slices
+
+
+def _figures(name: str) -> _Figures:
+    if name not in _table():
+        raise ConfigError(f"no chip named {name!r} (there are: {', '.join(_table())})")
+    return _table()[name]
 
 
 @cache

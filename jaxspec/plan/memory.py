@@ -14,8 +14,6 @@ from jaxspec.plan.weights import arrays_of, count_of, weights_of
 
 AUTO = "bfloat16"
 """What "auto" is on accelerators, and so in a plan, save for weights that are quantised already."""
-PAGE_SIZE = 128
-"""Tokens of a page on accelerators."""
 UNCOUNTED = "uncounted"
 """Stands for the weights of a model whose cache alone is counted."""
 
@@ -114,9 +112,9 @@ def plan_memory(
     weights: str = "auto",
     page_size: int | None = None,
 ) -> MemoryPlan:
-    """The plan; `context` None is the model's own. ConfigError where this model cannot have it."""
+    """The plan; `context` None is the model's own, `page_size` None that of accelerators. ConfigError where this model
+    cannot have it."""
     context = shape.spec.max_context if context is None else context
-    page_size = PAGE_SIZE if page_size is None else page_size
     _check(shape, context, batch, page_size, weights)
     if kv_dtype == "auto":
         kv_dtype = AUTO
@@ -141,13 +139,13 @@ def plan_memory(
     )
 
 
-def _check(shape: Shape, context: int, batch: int, page_size: int, weights: str) -> None:
+def _check(shape: Shape, context: int, batch: int, page_size: int | None, weights: str) -> None:
     trained = shape.spec.max_context
     for ok, what in (
         (context >= 1, f"context must be 1 or more, not {context}"),
         (context <= trained, f"context {context} is more than the {trained} tokens {shape.name} was trained for"),
         (batch >= 1, f"batch must be 1 or more, not {batch}"),
-        (page_size >= 1, f"page_size must be 1 or more, not {page_size}"),
+        (page_size is None or page_size >= 1, f"page_size must be 1 or more, not {page_size}"),
         (
             weights == "auto" or shape.parameters is not None,
             f"weights {weights}: only the cache of {shape.name} is counted, which cannot be run yet; leave weights out",

@@ -61,7 +61,7 @@ def make_report(plan: MemoryPlan, memory: int | None) -> Iterator[RenderableType
     yield _cache_table(plan)
     for name, cache in plan.caches.items():
         if cache.tail_bytes:
-            tail = f"{_short(cache.tail_bytes / GB)} GB"
+            tail = f"{short(cache.tail_bytes / GB)} GB"
             yield f"{name}: a sequence's tail, its newest tokens in full precision, takes {tail} of it."
     yield ""
     if plan.parameters:
@@ -78,28 +78,29 @@ def make_report(plan: MemoryPlan, memory: int | None) -> Iterator[RenderableType
 def _cache_table(plan: MemoryPlan) -> Table:
     cache = plan.cache
     title = f"Keys and values: {_sequences(plan.batch, plan.context)}"
-    caption = f"A sequence takes {_count(cache.pages(plan.context), 'page')} of {_count(cache.page_size, 'token')}."
-    table = _table(
+    caption = f"A sequence takes {count(cache.pages(plan.context), 'page')} of {count(cache.page_size, 'token')}."
+    table = new_table(
         title, caption, "kv_dtype", "bytes a token", "GB a sequence", "GB in all", "GiB in all", f"of {AUTO}"
     )
     for name, one in plan.caches.items():
         sequence, total = one.sequence_bytes(plan.context), plan.kv_bytes(name)
         share = total / plan.kv_bytes(AUTO)
-        cells = f"{one.token_bytes:,}", _short(sequence / GB), _short(total / GB), _short(total / GIB), f"{share:.3f}"
-        _add(table, name, name == plan.kv_dtype, *cells)
+        cells = f"{one.token_bytes:,}", short(sequence / GB), short(total / GB), short(total / GIB), f"{share:.3f}"
+        add_row(table, name, name == plan.kv_dtype, *cells)
     return table
 
 
 def _weights_table(plan: MemoryPlan) -> Table:
     caption = "Matrices are quantised; embedding, norms and biases stay in 16 bits."
-    table = _table(f"Weights: {_count(plan.parameters, 'parameter')}", caption, "weights", "GB", "GiB", f"of {AUTO}")
+    table = new_table(f"Weights: {count(plan.parameters, 'parameter')}", caption, "weights", "GB", "GiB", f"of {AUTO}")
     for name, size in plan.weight_bytes.items():
-        cells = _short(size / GB), _short(size / GIB), f"{size / plan.weight_bytes[AUTO]:.3f}"
-        _add(table, name, name == plan.weights, *cells)
+        cells = short(size / GB), short(size / GIB), f"{size / plan.weight_bytes[AUTO]:.3f}"
+        add_row(table, name, name == plan.weights, *cells)
     return table
 
 
-def _table(title: str, caption: str, *columns: str) -> Table:
+def new_table(title: str, caption: str, *columns: str) -> Table:
+    """With numbers to the right, all but the first column."""
     layout: dict[str, Any] = {"title_justify": "left", "caption_justify": "left", "padding": (0, 1, 0, 0)}
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, **layout)
     for index, column in enumerate(columns):
@@ -107,23 +108,24 @@ def _table(title: str, caption: str, *columns: str) -> Table:
     return table
 
 
-def _add(table: Table, name: str, chosen: bool, *cells: str) -> None:
+def add_row(table: Table, name: str, chosen: bool, *cells: str) -> None:
+    """The row that is chosen stands out."""
     table.add_row(f"{'▸' if chosen else ' '} {name}", *cells, style="bold" if chosen else None)
 
 
 def _sum(plan: MemoryPlan) -> str:
-    parts = [f"keys and values {_short(plan.kv_bytes(plan.kv_dtype) / GB)} GB in {plan.kv_dtype}"]
+    parts = [f"keys and values {short(plan.kv_bytes(plan.kv_dtype) / GB)} GB in {plan.kv_dtype}"]
     if plan.parameters:
-        parts.append(f"weights {_short(plan.weight_bytes[plan.weights] / GB)} GB in {plan.weights}")
-    return f"[bold]Together {_both(plan.total_bytes)}[/]: {', '.join(parts)}"
+        parts.append(f"weights {short(plan.weight_bytes[plan.weights] / GB)} GB in {plan.weights}")
+    return f"[bold]Together {both(plan.total_bytes)}[/]: {', '.join(parts)}"
 
 
 def _verdict(plan: MemoryPlan, memory: int) -> Iterator[str]:
     room, over = plan.room(memory), plan.total_bytes - memory
     if over <= 0:
-        yield f"[green]It fits into {_both(memory)}[/], {_both(-over)} to spare."
+        yield f"[green]It fits into {both(memory)}[/], {both(-over)} to spare."
     else:
-        yield f"[red]It does not fit into {_both(memory)}[/], by {_both(over)}."
+        yield f"[red]It does not fit into {both(memory)}[/], by {both(over)}."
     yield (
         f"There is room for {_sequences(room.max_batch, plan.context)}, or for "
         f"{_sequences(plan.batch, room.max_context)}, or for {room.max_tokens:,} tokens in all."
@@ -134,27 +136,30 @@ def _verdict(plan: MemoryPlan, memory: int) -> Iterator[str]:
         enough = {"memory": f"{math.ceil(10 * plan.total_bytes / GIB) / 10:g}"}
         yield (
             "It would fit with "
-            + ", or with ".join(_options(change) for change in [*plan.remedies(memory), enough])
+            + ", or with ".join(options(change) for change in [*plan.remedies(memory), enough])
             + "."
         )
 
 
-def _options(change: dict[str, Any]) -> str:
+def options(change: dict[str, Any]) -> str:
+    """As they are given on the command line."""
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
 
 
 def _sequences(batch: int, context: int) -> str:
-    return f"{_count(batch, 'sequence')} of {_count(context, 'token')}"
+    return f"{count(batch, 'sequence')} of {count(context, 'token')}"
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
+    """With its noun."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _both(size: int) -> str:
-    return f"{_short(size / GIB)} GiB ({_short(size / GB)} GB)"
+def both(size: int) -> str:
+    """Bytes, in either unit."""
+    return f"{short(size / GIB)} GiB ({short(size / GB)} GB)"
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """Two decimals, or three digits of what is less than 1."""
     return f"{number:,.2f}" if number >= 1 else f"{number:.3g}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxspec.errors import ConfigError, LoadError
-from jaxspec.models.families import find_family, find_gguf_family
+from jaxspec.models.families import Family, find_family, find_gguf_family
 from jaxspec.models.loading import architecture_of, gguf, locate_model, located, read_model_config
 from jaxspec.models.loading.safetensors import read_json
 from jaxspec.models.quantization import scheme_of
@@ -44,6 +44,8 @@ class Shape(NamedTuple):
     """The parameter tree, with a `Parameter` for each array; None where only the cache can be counted."""
     stored: str | None = None
     """The scheme that its matrices are quantised in already, if they are."""
+    family: Family | None = None
+    """None where only the cache can be counted."""
 
     @property
     def attention(self) -> str:
@@ -94,7 +96,7 @@ def _of_config(model: str, config: Mapping[str, Any]) -> Shape:
     family, stored = find_family(architecture), scheme_of(config)
     plain = config if stored is None else {**config, "quantization_config": None}
     spec = family.spec(plain, EVERY_ID)
-    return Shape(model, spec, family.parameters(spec), stored)
+    return Shape(model, spec, family.parameters(spec), stored, family)
 
 
 def _of_gguf(model: str, path: Path) -> Shape:
@@ -102,7 +104,7 @@ def _of_gguf(model: str, path: Path) -> Shape:
     family = find_gguf_family(gguf.architecture(file))
     config = gguf.hugging_face_config(file)
     spec = family.spec(config, EVERY_ID)
-    return Shape(model, spec, family.parameters(spec))
+    return Shape(model, spec, family.parameters(spec), family=family)
 
 
 class _LatentConfig(msgspec.Struct):

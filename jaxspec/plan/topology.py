@@ -104,8 +104,11 @@ def devices_of(topology: str) -> list[jax.Device]:
     for name, value in ENVIRONMENT.items():
         if name != "JAX_PLATFORMS":  # too late for this process, and unasked for in its children
             os.environ.setdefault(name, value)
+    settings: dict[str, Any] = {**CONFIGURATIONS.get(chip.name, {})}
+    if topology.endswith(":1x1"):
+        settings["chips_per_host_bounds"] = [1, 1, 1]  # of which a host has four elsewhere
     try:
-        return list(topologies.get_topology_desc(topology, "tpu", **CONFIGURATIONS.get(chip.name, {})).devices)
+        return list(topologies.get_topology_desc(topology, "tpu", **settings).devices)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(

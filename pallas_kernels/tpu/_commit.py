@@ -16,6 +16,7 @@ from pallas_kernels.tpu._windows import (
     interpreted,
     narrow,
     padded_bytes,
+    pinned,
     seen,
     stored,
     unsupported,
@@ -80,10 +81,10 @@ def commit(
     kinds = stored(arrays)
     pools = {name: a.reshape(num_layers, num_pages, *a.shape[1:]) for name, a in seen(arrays, kinds).items()}
     item = _item(pools, kinds, path.shape[1])
-    everywhere = dict.fromkeys(pools, pl.BlockSpec(memory_space=pl.ANY))
+    everywhere = dict.fromkeys(pools, pl.BlockSpec(memory_space=pltpu.HBM))
     moved = pl.pallas_call(
         partial(_kernel, item),
-        out_shape={name: jax.ShapeDtypeStruct(pool.shape, pool.dtype) for name, pool in pools.items()},
+        out_shape={name: pltpu.HBM(pool.shape, pool.dtype) for name, pool in pools.items()},
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
@@ -98,7 +99,7 @@ def commit(
         input_output_aliases={len(scalars) + i: i for i in range(len(pools))},
         interpret=interpreted(interpret),
         name="commit",
-    )(*scalars, pools)
+    )(*scalars, pinned(pools, interpret))
     return seen({name: pool.reshape(-1, *pool.shape[2:]) for name, pool in moved.items()}, kinds)
 
 

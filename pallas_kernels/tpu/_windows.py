@@ -59,6 +59,13 @@ def stored(arrays: dict[str, Any]) -> dict[str, Stored]:
     return found | {"scale": Stored(page, lanes, True, False)} if "scale" in arrays else found
 
 
+def pinned(pools: dict[str, Array], interpret: Any) -> dict[str, Array]:
+    """The pools, to stay where they are: XLA would move what fits into faster memory, as scales do, and back."""
+    if interpret:
+        return pools
+    return {name: pltpu.with_memory_space_constraint(pool, pltpu.HBM) for name, pool in pools.items()}
+
+
 def seen(arrays: dict[str, Array], kinds: dict[str, Stored]) -> dict[str, Array]:
     """The pool's arrays as kernels see them, and back: no number moves."""
     return {name: jnp.swapaxes(array, -1, -2) if kinds[name].turned else array for name, array in arrays.items()}

@@ -31,6 +31,7 @@ from pallas_kernels.tpu._windows import (
     each_window,
     interpreted,
     padded_bytes,
+    pinned,
     remaining,
     seen,
     stored,
@@ -84,10 +85,10 @@ def append(
     sequence, start, count = (jnp.pad(part.astype(jnp.int32), padding) for part in rows)
     lines = _Lines(sequence, start, count, page_table.astype(jnp.int32))
     tokens = pl.BlockSpec((block.tokens, heads * dim), lambda step, *_: (step, 0))
-    everywhere = dict.fromkeys(pools, pl.BlockSpec(memory_space=pl.ANY))
+    everywhere = dict.fromkeys(pools, pl.BlockSpec(memory_space=pltpu.HBM))
     written = pl.pallas_call(
         partial(_kernel, block),
-        out_shape={name: jax.ShapeDtypeStruct(pool.shape, pool.dtype) for name, pool in pools.items()},
+        out_shape={name: pltpu.HBM(pool.shape, pool.dtype) for name, pool in pools.items()},
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(lines),
             grid=(steps,),
@@ -105,7 +106,7 @@ def append(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=max(2 * _room(block, pools), VMEM_BYTES)),
         interpret=interpreted(interpret),
         name="append",
-    )(*lines, *(a.reshape(num_rows * width, heads * dim) for a in (k, v)), pools)
+    )(*lines, *(a.reshape(num_rows * width, heads * dim) for a in (k, v)), pinned(pools, interpret))
     return seen(written, kinds)
 
 

@@ -74,7 +74,7 @@ def test_bytes_count_scales_and_tell_tails_apart(config: EngineConfig) -> None:
 
 def test_windows_follow_one_another(bench: Bench) -> None:
     engine = bench.engines[CASES[0]]
-    subject = Subject(engine.params.target, engine.spec, engine.program.pool)
+    subject = Subject(engine.device.params.target, engine.spec, engine.program.pool)
     for index, found in enumerate(bench.findings.marks[CASES[0]]):
         [alone] = compare([subject], bench.ids[128 * index : 128 * (index + 1)])
         np.testing.assert_array_equal(found.surprise, alone.surprise)

@@ -193,17 +193,6 @@ def test_rounds_without_drafts_leave_no_gap_in_its_cache(monkeypatch):
         assert got[row].drafted == got[row].accepted == 6
 
 
-def test_a_padded_vocabulary_of_another_length_changes_nothing():
-    params = random_params()
-    padded = dataclasses.replace(SPEC, vocab_size=80)
-    draft = jax.tree.map(lambda a: a, params.target)
-    for name in ("embed", "lm_head"):
-        draft[name] = {"weight": np.pad(params.target[name]["weight"], ((0, 16), (0, 0)), constant_values=9.0)}
-    drafter = model_drafter(padded, SPEC, COUPLED)
-    got = decode_all(Models(params.target, draft), make_program(drafter, pages=160), {2: MIX[1]})[2]
-    assert got.steps == 4
-
-
 @pytest.mark.slow
 def test_layer_skip_runs_in_the_engine(tiny_model):
     plain = LLM(str(tiny_model), max_batch=1)

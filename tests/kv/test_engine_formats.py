@@ -31,7 +31,7 @@ def transformer(tiny_model) -> LoadedModel:
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, transformer: LoadedModel):
     """Makes engines whose pages, groups and rows are small."""
-    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_: transformer)
+    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_, **__: transformer)
     monkeypatch.setattr("jaxspec.config.PREFILL_ROW", 1)
     monkeypatch.setattr("jaxspec.engine.PREFILL_ROW", PAGE)
     monkeypatch.setattr("jaxspec.engine.BATCH_BUCKETS", ())

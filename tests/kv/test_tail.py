@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec.kv.formats.int4 import grouped
-from jaxspec.kv.pool import PoolSpec, compact, duplicate, select, write_and_attend
-from jaxspec.kv.tail import room
+from jaxspec.kv.pool import PoolSpec, compact, duplicate, write_and_attend
+from jaxspec.kv.tail import TAIL, room
 from jaxspec.tree import Tree
 from jaxspec.types import Sequences
 from pallas_kernels import Rows
@@ -120,7 +120,7 @@ def test_an_accepted_path_of_a_tree_is_what_a_chain_would_have_left() -> None:
 def test_whole_pages_can_be_shared_and_tails_move_with_their_rows() -> None:
     """A prefix hit brings no tail: at a page's end there is none; a row that moves takes its own along."""
     pool = run(SPEC.allocate(2), [(0, at, GROUP) for at in range(0, 16, GROUP)] + [(0, 16, 3)], GROUP)
-    pool = select(pool, jnp.array([1, 0]))
+    pool |= {TAIL: pool[TAIL][jnp.array([1, 0])]}
     table = TABLE.copy()
     TABLE[1] = table[0]
     K[1], V[1], Q[1] = K[0], V[0], Q[0]

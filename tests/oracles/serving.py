@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.host.request import CompletionOutput
@@ -59,8 +58,8 @@ def poison(engine: Engine) -> Engine:
 
     def write(pages) -> None:
         mask = np.isin(np.arange(engine.program.pool.num_pages), list(pages))
-        pools = (spoil(pool, mask) for pool in (engine.state.pool, engine.state.draft_pool))
-        engine.state = engine.state._replace(**dict(zip(("pool", "draft_pool"), pools, strict=True)))
+        pools = (spoil(pool, mask) for pool in (engine.device.state.pool, engine.device.state.draft_pool))
+        engine.device.state = engine.device.state._replace(**dict(zip(("pool", "draft_pool"), pools, strict=True)))
 
     def resize_and_spoil() -> None:
         fresh = not engine._batch
@@ -87,7 +86,8 @@ def preempt_every_round(engine: Engine, everyone: bool = False) -> Engine:
         for _ in range(len(engine.scheduler.rows) if everyone else 1):
             if news and engine.scheduler.rows:
                 row, running = engine.scheduler.preempt()
-                running.saved = decode.save_row(engine.state, np.int32(row))
+                running.saved = f"{running.sample.request_id}/{running.sample.index}"
+                engine.device.save(row, running.saved)
         return news
 
     engine._read = read_and_preempt

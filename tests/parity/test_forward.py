@@ -147,7 +147,7 @@ def test_tiny_llama(kind: str, tiny_model: Path, tmp_path: Path) -> None:
 def test_smollm2_over_512_tokens(smollm2: LLM, reference: Any, questions: list[str]) -> None:
     prompt = smollm2.tokenizer.encode("\n\n".join(questions * 16))[:512]
     assert len(prompt) == 512
-    params, spec = smollm2.engine.params.target, smollm2.engine.spec
+    params, spec = smollm2.engine.device.params.target, smollm2.engine.spec
     (ours,) = paged_logits(params, spec, [prompt], chunk=64, num_rows=4, page=64)
     difference = np.abs(ours - their_logits(reference, prompt)).max()
     LOG.info("largest difference of a logit: %.2e", difference)

@@ -47,6 +47,8 @@ def test_deepseek_v3_by_its_cache_alone() -> None:
 def test_auto_is_what_accelerators_have() -> None:
     plan = tiny_plan(page_size=None, context=None)
     assert (plan.kv_dtype, plan.weights, plan.cache.page_size, plan.context) == ("bfloat16", "bfloat16", 128, CONTEXT)
+    pages = {name: cache.page_size for name, cache in plan.caches.items()}
+    assert pages == {"float32": 128, "bfloat16": 128, "int8": 256, "fp8": 256, "int4": 128}
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
@@ -100,7 +102,7 @@ def test_the_largest_format_that_fits_is_told() -> None:
 
 
 def test_what_is_chosen_already_is_no_remedy() -> None:
-    plan = plan_memory(read_shape("deepseek-v3"), 128_000)
+    plan = plan_memory(read_shape("deepseek-v3"), 128_000, page_size=128)
     assert plan.remedies(6 * 10**6) == [{"kv_dtype": "int8", "context": 128}]
     plan = plan_memory(read_shape("deepseek-v3"), 128_000, 4, "int8")
     assert plan.remedies(plan.total_bytes // 2) == [{"batch": 2}, {"context": 64_000}]

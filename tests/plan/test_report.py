@@ -74,8 +74,8 @@ def test_fields_are_json_and_agree(model: str) -> None:
     plan = plan_memory(read_shape(model), context=1000, batch=3, kv_dtype="int8")
     fields = json.loads(json.dumps(make_fields(plan, 2**30)))
     assert fields["kv_bytes"] == 3 * fields["bytes_per_sequence"]
-    assert fields["pages_per_sequence"] == 8
-    assert fields["bytes_per_sequence"] == fields["tail_bytes"] + 8 * 128 * fields["bytes_per_token"]
+    assert (fields["page_size"], fields["pages_per_sequence"]) == (256, 4)
+    assert fields["bytes_per_sequence"] == fields["tail_bytes"] + 4 * 256 * fields["bytes_per_token"]
     assert fields["total_bytes"] == fields["kv_bytes"] + fields["weight_bytes"]
     assert fields["weight_bytes"] == fields["weight_formats"][fields["weights"]]
     assert fields["kv_formats"]["int8"].items() <= fields.items()

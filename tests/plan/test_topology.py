@@ -34,7 +34,7 @@ def test_unknown_topologies(name: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", topology.EXAMPLES)
+@pytest.mark.parametrize("name", [*topology.EXAMPLES, "v5e:1x1", "v6e:1x1"])
 def test_devices(name: str) -> None:
     chips = math.prod(map(int, name.partition(":")[2].split("x")))
     chip = chip_of_topology(name)

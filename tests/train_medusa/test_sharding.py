@@ -65,7 +65,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    flags = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=os.environ | flags, capture_output=True, text=True, check=False
     )

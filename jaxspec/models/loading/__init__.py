@@ -12,17 +12,23 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec.config import find_config, read_toml
 from jaxspec.errors import ConfigError, LoadError
 from jaxspec.models.families import Family, find_family, find_gguf_family
 from jaxspec.models.loading import gguf
+from jaxspec.models.loading.home import Home, home_of
 from jaxspec.models.loading.hub import fetch_from_hub
+from jaxspec.models.loading.layout import layout_of
 from jaxspec.models.loading.safetensors import SafetensorsSource, read_json
-from jaxspec.models.loading.stream import Source, read_parameters
+from jaxspec.models.loading.shards import Source
+from jaxspec.models.loading.stream import read_parameters
 from jaxspec.models.loading.wheel import Wheel, cached_member
 from jaxspec.models.quantization import get_scheme, scheme_names, scheme_of, stored_tree
-from jaxspec.models.spec import ModelSpec
+from jaxspec.models.sharding import partition
+from jaxspec.models.spec import ModelSpec, padded_vocab
+from jaxspec.parallel import of_replica, share_of
 from jaxspec.target import platform
 from jaxspec.tokenizer import Tokenizer
 
@@ -56,6 +62,19 @@ class LoadedModel(NamedTuple):
     params: dict[str, Any]
     tokenizer: Tokenizer
     name: str
+    mesh: Mesh | None = None
+    """Of the devices that share it; None where one has it all."""
+    replicated: bool = False
+    """Whether each of them has all of the layers."""
+
+    @property
+    def local(self) -> ModelSpec:
+        """What one of the devices has of it."""
+        return self.spec.local(1 if self.replicated else share_of(self.mesh))
+
+    def replica(self, mesh: Mesh | None) -> "LoadedModel":
+        """The model on the devices of one replica, which have it already."""
+        return self if mesh is None else self._replace(params=of_replica(self.params, mesh), mesh=mesh)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,17 +87,36 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What its config.json says: enough to plan with, without its weights."""
 
 
-def load_model(model: str, weights: str = "auto", progress: bool = True, packed: bool | None = None) -> LoadedModel:
-    """Loads a model on the default device, with little more host memory than its parameters take.
+def load_model(
+    model: str,
+    weights: str = "auto",
+    progress: bool = True,
+    packed: bool | None = None,
+    mesh: Mesh | None = None,
+    stacked: bool | None = None,
+    vocab_size: int | None = None,
+    replicated: bool = False,
+) -> LoadedModel:
+    """Loads a model on the default device or a mesh, with little more host memory than its parameters there take.
 
-    `model` is, in this order, a name in configs/models, a Hugging Face folder or one that `jaxspec convert` wrote, a
-    .gguf file, or a hub id owner/name.
-    `weights` is the parameters' type: float32, bfloat16, or a file in jaxspec/models/quantization, which makes the
-    matrices `Quantized`; auto is what a quantised checkpoint holds. Else, and for other parameters, it is float32 on
-    the CPU and bfloat16 elsewhere. `progress` allows a bar on stderr if that is a terminal. `packed` says whether
-    matrices stay quantised; None dequantises them on the CPU, where XLA's own products of narrow types are many times
-    slower than those of float32, and logs that.
-    LoadError where the model is missing, damaged or not supported; ConfigError for other `weights`.
+    Args:
+        model: in this order, a name in configs/models, a Hugging Face folder or one that `jaxspec convert` wrote, a
+            .gguf file, or a hub id owner/name.
+        weights: the parameters' type: float32, bfloat16, or a file in jaxspec/models/quantization, which makes the
+            matrices `Quantized`; auto is what a quantised checkpoint holds. Else, and for other parameters, it is
+            float32 on the CPU and bfloat16 elsewhere.
+        progress: allows a bar on stderr if that is a terminal.
+        packed: whether matrices stay quantised; None dequantises them on the CPU, where XLA's own products of narrow
+            types are many times slower than those of float32, and logs that.
+        mesh: devices (data, model) that share the model, as `ModelSpec.spread` makes it shareable. Each process reads
+            the part of its own devices; the arrays are those of all.
+        stacked: whether the layers are one tree of arrays `[layers, ..]` and not a tuple; None does not stack them on
+            the CPU, where a scan would copy each.
+        vocab_size: rows that the embedding is to have, such as those of a target; None keeps what it has.
+        replicated: whether every device of the mesh has all of the layers, and a share of the vocabulary only.
+
+    LoadError where the model is missing, damaged or not supported; ConfigError for other `weights`, and where as many
+    devices cannot share it.
     """
     check_weights(weights)
     found = open_model(model)
@@ -89,10 +127,42 @@ def load_model(model: str, weights: str = "auto", progress: bool = True, packed:
             LOG.warning(
                 "%s: %s weights are dequantised to %s: XLA has no fast products of them here", model, scheme, dtype
             )
-    quantise = get_scheme(scheme) if scheme is not None and found.stored is None else None
+    if stacked is None:
+        stacked = platform() != "cpu"
     with located(found.path):
-        params = read_parameters(found.source, found.family, found.tree, dtype, progress, quantise, packed)
-    return LoadedModel(found.spec, params, found.tokenizer, model)
+        spec = _of_size(found.spec, vocab_size, share_of(mesh), replicated)
+        params = read_model(found, spec, dtype, scheme, home_of(mesh), progress, packed, stacked, replicated)
+    return LoadedModel(spec, params, found.tokenizer, model, mesh, replicated)
+
+
+def read_model(
+    found: Checkpoint,
+    spec: ModelSpec,
+    dtype: np.dtype,
+    scheme: str | None,
+    home: Home,
+    progress: bool = False,
+    packed: bool = True,
+    stacked: bool = False,
+    replicated: bool = False,
+) -> dict[str, Any]:
+    """The parameters of a checkpoint for a spec that is its own, or that `spread` over the devices of a home."""
+    known = None if scheme is None else get_scheme(scheme)
+    layout = layout_of(found.family.parameters(spec), dtype, known, stacked, 1 if replicated else home.devices)
+    specs = partition(layout, replicated)
+    return read_parameters(
+        found.source, found.family, found.tree, layout, specs, home, progress, known, None if packed else dtype
+    )
+
+
+def _of_size(spec: ModelSpec, vocab_size: int | None, devices: int, replicated: bool) -> ModelSpec:
+    """The spec for so many words and devices, which share the words even if each has all of the layers."""
+    wanted = spec.vocab_size if vocab_size is None else vocab_size
+    if wanted < spec.valid_vocab:
+        raise LoadError(f"its tokenizer has {spec.valid_vocab} tokens: they cannot be cut to {wanted}")
+    padded = dataclasses.replace(spec, vocab_size=padded_vocab(wanted, devices))
+    spread = padded.spread(1 if replicated else devices)
+    return dataclasses.replace(spread, added_vocab=spread.vocab_size - spec.vocab_size)
 
 
 def check_weights(weights: str) -> None:
@@ -171,13 +241,13 @@ def _fetch_configured(path: Path) -> Path:
 
 @contextmanager
 def located(path: Path) -> Iterator[None]:
-    """Puts the path before the message of a LoadError that does not hold it."""
+    """Puts the path before the message of a LoadError or ConfigError that does not hold it."""
     try:
         yield
-    except LoadError as error:
+    except (ConfigError, LoadError) as error:
         if str(path) in str(error):
             raise
-        raise LoadError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

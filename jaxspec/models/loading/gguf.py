@@ -220,8 +220,11 @@ class GGUFSource:
         """Of whatever type a tensor is, its rows come as float32."""
         return np.dtype(np.float32)
 
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor, in Hugging Face order."""
+    def rows(self, name: str, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
+        """Rows of a tensor, in Hugging Face order, of which all columns are read."""
+        return self._rows(name, start, stop)[..., columns]
+
+    def _rows(self, name: str, start: int, stop: int) -> np.ndarray:
         stored = self._names[name]
         tensor = self._file.tensors[stored]
         if not name.endswith(self._interleaved):

@@ -103,7 +103,7 @@ def _spec_of(
     heads, layers = _count_blocks(tensors, layout)
     conditioned = _width(tensors, layout, heads, model)
     outputs = [layout.output.format(head=head, layers=layers) for head in range(heads)]
-    vocab = model.vocab_size if token_map is None else len(token_map)
+    vocab = _vocab_of(model) if token_map is None else len(token_map)
     for name in (*outputs, _COPY):
         if name in tensors:
             _fit_output(tensors, name, model, token_map)
@@ -196,18 +196,23 @@ def _take_token_map(tensors: Tensors, model: ModelSpec) -> np.ndarray | None:
         return None
     if found.ndim != 1 or not found.size or not np.issubdtype(found.dtype, np.integer):
         raise LoadError(f"tensor token_map is no list of token ids: {found.dtype} {list(found.shape)}")
-    outside = found[(found < 0) | (found >= model.vocab_size)]
+    outside = found[(found < 0) | (found >= _vocab_of(model))]
     if outside.size:
-        raise LoadError(f"tensor token_map holds token {outside[0]}, but this model has {model.vocab_size}")
+        raise LoadError(f"tensor token_map holds token {outside[0]}, but this model has {_vocab_of(model)}")
     ids, times = np.unique(found, return_counts=True)
     if len(ids) < len(found):
         raise LoadError(f"tensor token_map holds token {ids[times > 1][0]} more than once")
     return found
 
 
+def _vocab_of(model: ModelSpec) -> int:
+    """Rows of the embedding in the model's checkpoint."""
+    return model.vocab_size - model.added_vocab
+
+
 def _fit_output(tensors: Tensors, name: str, model: ModelSpec, token_map: np.ndarray | None) -> None:
     """Takes from a projection over the whole vocabulary what heads guess. LoadError where it is over another one."""
-    rows, whole = _matrix(tensors, name)[0], model.vocab_size
+    rows, whole = _matrix(tensors, name)[0], _vocab_of(model)
     if token_map is None:
         if rows != whole:
             hint = " (fewer need a token_map)" if rows < whole else ""

@@ -88,13 +88,13 @@ class OrbaxSource:
         """Type of a tensor."""
         return self._arrays[name].dtype
 
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+    def rows(self, name: str, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
         """Rows of a tensor."""
         with self._lock:
             if name not in self._held:
                 self._held = {}
                 self._held = self._parts(name)
-            return self._held[name][start:stop]
+            return self._held[name][start:stop][..., columns]
 
     def _parts(self, name: str) -> dict[str, np.ndarray]:
         try:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,19 +72,42 @@ class SafetensorsSource:
         """Type of a tensor."""
         return self._tensors[name].dtype
 
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor."""
+    def rows(self, name: str, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
+        """Rows of a tensor; of a matrix, only the columns that are wanted are read."""
         path, dtype, offset = self._tensors[name]
-        inputs = self.shapes[name][1:]
-        row = math.prod(inputs) * dtype.itemsize
+        inputs = math.prod(self.shapes[name][1:])
+        first, end, _ = columns.indices(inputs)
+        size, row = (end - first) * dtype.itemsize, inputs * dtype.itemsize
         try:
-            # safetensors' own slices are memory mapped, which keeps what was read resident, and know no float8.
-            data = np.fromfile(path, np.uint8, (stop - start) * row, offset=offset + start * row)
+            if size == row:
+                # safetensors' own slices are memory mapped, which keeps what was read resident, and know no float8.
+                data = np.fromfile(path, np.uint8, (stop - start) * row, offset=offset + start * row)
+            else:
+                data = _read_columns(path, offset + start * row, (stop - start, row), first * dtype.itemsize, size)
         except OSError as error:
             raise LoadError(f"{path}: tensor {name}: {error}") from error
-        if len(data) != (stop - start) * row:
+        if data.size != (stop - start) * size:
             raise LoadError(f"{path} is cut short: tensor {name} cannot be read")
-        return data.view(dtype).reshape(stop - start, *inputs)
+        found = data.view(dtype)
+        return found if len(self.shapes[name]) == 1 else found.reshape(stop - start, -1)
+
+
+def _read_columns(path: Path, offset: int, shape: tuple[int, int], first: int, size: int) -> np.ndarray:
+    """Of rows of bytes, `size` each from byte `first` on, through a memory map that is gone again on return.
+
+    The kernel is told of all of them first: it would else wait for each, and read ahead what lies between.
+    """
+    begin = offset % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < offset + math.prod(shape):
+            return np.empty(0, np.uint8)
+        mapped = mmap.mmap(file.fileno(), begin + math.prod(shape), access=mmap.ACCESS_READ, offset=offset - begin)
+    if hasattr(mapped, "madvise"):
+        for at in range(begin + first, len(mapped), shape[1]):
+            page = at // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_WILLNEED, page, at + size - page)
+    rows = np.frombuffer(mapped, np.uint8, offset=begin).reshape(shape)
+    return rows[:, first : first + size].copy()
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -4,89 +4,102 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxspec.errors import LoadError
-from jaxspec.models.families import Family, Parameter, Part
-from jaxspec.models.quantization import BLOCK, Quantized, Scheme, dequantize, is_matrix
+from jaxspec.models.families import Family, Part
+from jaxspec.models.loading.home import Home
+from jaxspec.models.loading.shards import CHUNK, Source, read_shards
+from jaxspec.models.quantization import Quantized, Scheme, dequantize
+from jaxspec.models.sharding import shared_dimension
+from jaxspec.parallel import on_each, specs_of
 
-CHUNK = 2**19
-"""Elements read at once by each thread."""
 QUIET_SECONDS = 1.0
 """Work shorter than this shows no progress bar."""
-
-
-@runtime_checkable
-class Source(Protocol):
-    """A checkpoint whose tensors can be read by rows, from several threads at once."""
-
-    @property
-    def where(self) -> str:
-        """Its file or folder, for messages."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each tensor by its Hugging Face name."""
-        ...
-
-    def dtype(self, name: str) -> np.dtype:
-        """The type that `rows` of a tensor are of."""
-        ...
-
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows `start` to `stop` (first dimension) of a tensor."""
-        ...
 
 
 def read_parameters(
     source: Source,
     family: Family,
     tree: dict[str, Any],
-    dtype: np.dtype,
+    layout: dict[str, Any],
+    specs: dict[str, Any],
+    home: Home,
     progress: bool,
     scheme: Scheme | None = None,
-    packed: bool = True,
+    unpacked: np.dtype | None = None,
 ) -> dict[str, Any]:
-    """The tree with each `Parameter` replaced by its array on the default device, in its own type or else in `dtype`.
+    """The arrays of a layout (see `layout_of`), read from the tensors that a tree of `Parameter`s names.
 
+    The layout may be that of the same model `spread` over several devices; `specs` tell how these share its arrays.
     With a `scheme`, matrices are quantised as they are read, a few rows at a time. What is `Quantized` then, or in the
-    tree already, is dequantised to `dtype` again, one matrix at a time, unless it is to stay `packed`.
+    tree already, is dequantised again to the type `unpacked` if there is one, one matrix at a time.
     Arrays are made largest first: their temporary memory is then smallest when the most is held. LoadError names a
     missing, misshapen or unexpected tensor before anything is read, and later one whose numbers cannot be used.
     """
-    found, structure = jax.tree.flatten_with_path(tree, is_leaf=lambda node: isinstance(node, Quantized))
-    leaves = [jax.tree.leaves(node) for _, node in found]
-    check_tensors(source, family, [part for parameters in leaves for p in parameters for part in p.parts])
-    sizes = [sum(math.prod(parameter.shape) for parameter in parameters) for parameters in leaves]
-    arrays: list[Any] = [None] * len(found)
+    check_tensors(source, family, [part for parameter in jax.tree.leaves(tree) for part in parameter.parts])
+    goals, structure = jax.tree.flatten(layout, is_leaf=_is_quantised)
+    shared = jax.tree.leaves(specs, is_leaf=_is_quantised)
+    nodes = _by_array(tree, stacked=not isinstance(layout["layers"], tuple))
+    counts = (jax.tree.map(partial(_size, home), goal, spec) for goal, spec in zip(goals, shared, strict=True))
+    sizes = [sum(jax.tree.leaves(count)) for count in counts]
+    arrays: list[Any] = [None] * len(goals)
     bar = ProgressBar("Loading weights", sum(sizes), progress)
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool, bar:
-        for i in sorted(range(len(found)), key=lambda i: -sizes[i]):
-            path, node = found[i]
-            if scheme is not None and is_matrix(path, node):
-                weight = read_quantised(source, node, scheme, pool)
-            else:
-                weight = jax.tree.map(lambda parameter: read_array(source, parameter, dtype, pool), node)
-            arrays[i] = jax.tree.map(_on_device, weight)
-            if isinstance(weight, Quantized) and not packed:
-                arrays[i] = _dequantise(arrays[i], dtype).block_until_ready()
+        for i in sorted(range(len(goals)), key=lambda i: -sizes[i]):
+            arrays[i] = _load(source, nodes[i], goals[i], shared[i], home, pool, scheme)
+            if isinstance(goals[i], Quantized) and unpacked is not None:
+                arrays[i] = _dequantise(arrays[i], unpacked).block_until_ready()
             bar.advance(sizes[i])
     return jax.tree.unflatten(structure, arrays)
 
 
-def _on_device(array: np.ndarray) -> jax.Array:
-    return jax.device_put(array, may_alias=True).block_until_ready()
+def _is_quantised(node: Any) -> bool:
+    return isinstance(node, Quantized)
 
 
-_dequantise = jax.jit(dequantize, static_argnames="dtype")
+def _by_array(tree: dict[str, Any], stacked: bool) -> list[list[Any]]:
+    """For each array in order, the parameters that it is made of: one, or one of every layer."""
+    found: dict[Any, list[Any]] = {}
+    for path, node in jax.tree.leaves_with_path(tree, is_leaf=_is_quantised):
+        within = path[:1] + path[2:] if stacked and path[0].key == "layers" else path
+        found.setdefault(within, []).append(node)
+    return list(found.values())
+
+
+def _size(home: Home, array: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+    """Numbers that are read of an array."""
+    size = math.prod(array.shape)
+    return size if shared_dimension(spec) is None else size // home.devices * len(home.own)
+
+
+def _load(
+    source: Source,
+    nodes: Sequence[Any],
+    goal: Any,
+    specs: Any,
+    home: Home,
+    pool: ThreadPoolExecutor,
+    scheme: Scheme | None,
+) -> Any:
+    """One array or quantised matrix, of one parameter or a stack of them, where it is wanted."""
+    if isinstance(nodes[0], Quantized):  # stored so: a field is read like any array
+        return jax.tree.map(lambda g, s, *n: _load(source, n, g, s, home, pool, None), goal, specs, *nodes)
+    shards = read_shards(source, nodes, goal, specs, home, pool, scheme if _is_quantised(goal) else None)
+    return jax.tree.map(lambda spec, *parts: home.put(parts, spec), specs, *shards)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _dequantise(weight: Quantized, dtype: np.dtype) -> jax.Array:
+    return on_each(partial(dequantize, dtype=dtype), specs_of(weight.values), weight)
 
 
 def check_tensors(source: Source, family: Family, parts: list[Part]) -> None:
@@ -118,99 +131,6 @@ def _check_tied(source: Source, name: str, other: str) -> None:
         for i in range(0, rows, step)
     ):
         raise LoadError(f"{source.where}: tensor {name} differs from {other}, yet the config ties them together")
-
-
-def read_array(source: Source, parameter: Parameter, dtype: np.dtype, pool: ThreadPoolExecutor) -> np.ndarray:
-    """One array of the tree, put together by the threads of a pool; in `dtype` unless it has a type of its own."""
-    own = parameter.parts[0].dtype
-    array = _aligned_empty(parameter.shape, dtype if own is None else own)
-
-    def fill(piece: tuple[str, int, np.ndarray]) -> None:
-        name, start, target = piece
-        target[...] = source.rows(name, start, start + len(target))
-        if own is not None:
-            _check_finite(source, name, target)
-
-    for _ in pool.map(fill, _pieces(array, parameter)):
-        pass
-    return array
-
-
-def _check_finite(source: Source, name: str, numbers: np.ndarray) -> None:
-    if not np.isfinite(numbers).all():
-        raise LoadError(f"{source.where}: tensor {name} holds NaN or infinity")
-
-
-def read_quantised(source: Source, parameter: Parameter, scheme: Scheme, pool: ThreadPoolExecutor) -> Quantized:
-    """One matrix of the tree, quantised by the threads of a pool as they read it; its fields are numpy arrays."""
-    inputs, name = parameter.shape[-1], parameter.parts[0].name
-    if inputs % scheme.group:
-        raise LoadError(
-            f"{source.where}: tensor {name} has {inputs} inputs, not a multiple of the {scheme.group} that share "
-            "a scale: choose weights with one for a whole row, such as int8"
-        )
-    weight = jax.tree.map(lambda field: _aligned_empty(field.shape, field.dtype), scheme.layout(parameter.shape))
-
-    def fill(piece: tuple[str, int, int, Quantized]) -> None:
-        name, start, stop, target = piece
-        rows = source.rows(name, start, stop).astype(np.float32, copy=False)
-        with np.errstate(all="ignore"):  # what is not finite shows in its scale
-            found = scheme.quantize(rows)
-        for shared in jax.tree.leaves(found._replace(values=None)):
-            _check_finite(source, name, shared)
-        jax.tree.map(np.copyto, target, found)
-
-    for _ in pool.map(fill, _matrix_pieces(weight, parameter)):
-        pass
-    return weight
-
-
-def _matrix_pieces(weight: Quantized, parameter: Parameter) -> Iterator[tuple[str, int, int, Quantized]]:
-    """Tensor, first row, end, and views of the weight's fields for these rows. No piece ends within a block of rows."""
-    height, inputs = parameter.shape[-2:]
-    step = max(BLOCK, CHUNK // inputs // BLOCK * BLOCK)
-
-    def lines(part: Part, matrix: tuple[int, ...], start: int, stop: int, field: np.ndarray) -> np.ndarray:
-        view = field[part.index][matrix]  # with a line for each row, or for each block of rows
-        return view[start * len(view) // height : stop * len(view) // height]
-
-    for part in parameter.parts:
-        lead = weight.values[part.index].shape[:-2]
-        for number, matrix in enumerate(np.ndindex(lead)):
-            for start in range(0, height, step):
-                stop = min(start + step, height)
-                target = jax.tree.map(partial(lines, part, matrix, start, stop), weight)
-                yield part.name, number * height + start, number * height + stop, target
-
-
-def _pieces(array: np.ndarray, parameter: Parameter) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Tensor, first row and a view of `array` that takes the rows from there on, for every few rows of every part."""
-    for part in parameter.parts:
-        inputs = part.shape[1:]
-        step = max(1, CHUNK // math.prod(inputs))
-        row = 0
-        for block in _contiguous(array[part.index]):
-            rows = block.reshape(-1, *inputs)
-            for i in range(0, len(rows), step):
-                yield part.name, row + i, rows[i : i + step]
-            row += len(rows)
-
-
-def _contiguous(view: np.ndarray) -> Iterator[np.ndarray]:
-    """The contiguous blocks of a view, in row-major order: only these can be reshaped to rows without a copy."""
-    if view.flags.c_contiguous:
-        yield view
-    else:
-        for part in view:
-            yield from _contiguous(part)
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array at a multiple of 64 bytes, which XLA's CPU client takes over as it is; it copies any other."""
-    size = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(size + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
-    return buffer[start : start + size].view(dtype).reshape(shape)
 
 
 class ProgressBar:

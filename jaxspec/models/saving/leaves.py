@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxspec.models.families import Parameter
 from jaxspec.models.loading import Checkpoint
-from jaxspec.models.loading.stream import Source, check_tensors, read_array, read_quantised
+from jaxspec.models.loading.shards import Source, read_array, read_quantised
+from jaxspec.models.loading.stream import check_tensors
 from jaxspec.models.quantization import Quantized, Scheme, stored_tree
 
 

@@ -87,7 +87,7 @@ def test_quantised_while_loading(
     random_tensors: Any,
     tiny_config: Any,
 ) -> None:
-    monkeypatch.setattr("jaxspec.models.loading.stream.CHUNK", chunk)
+    monkeypatch.setattr("jaxspec.models.loading.shards.CHUNK", chunk)
     changes = SIZES | {"tie_word_embeddings": tied, "attention_bias": True}
     config = tiny_config | changes
     tensors = random_tensors(config)

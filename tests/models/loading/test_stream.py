@@ -13,7 +13,10 @@ import pytest
 from jaxspec.errors import LoadError
 from jaxspec.models.families import find_family
 from jaxspec.models.loading import DTYPES, load_model
+from jaxspec.models.loading.home import home_of
+from jaxspec.models.loading.layout import layout_of
 from jaxspec.models.loading.stream import read_parameters
+from jaxspec.models.sharding import partition
 
 Change = Callable[[dict[str, np.ndarray]], object]
 
@@ -74,21 +77,22 @@ class _Memory:
     def dtype(self, name: str) -> np.dtype:
         return self._tensors[name].dtype
 
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+    def rows(self, name: str, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
         assert 0 <= start < stop <= len(self._tensors[name])
-        return self._tensors[name][start:stop]
+        return self._tensors[name][start:stop][..., columns]
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 7 * 64, 1000 * 64])
 def test_chunk_edges(
     chunk: int, monkeypatch: pytest.MonkeyPatch, random_tensors: Any, tiny_config: Any, fused: Any
 ) -> None:
-    monkeypatch.setattr("jaxspec.models.loading.stream.CHUNK", chunk)
+    monkeypatch.setattr("jaxspec.models.loading.shards.CHUNK", chunk)
     config = tiny_config | {"attention_bias": True, "mlp_bias": True}
     tensors = random_tensors(config)
     family = find_family("LlamaForCausalLM")
     tree = family.parameters(family.spec(config, 480))
-    params = read_parameters(_Memory(tensors), family, tree, DTYPES["float32"], progress=False)
+    layout = layout_of(tree, DTYPES["float32"])
+    params = read_parameters(_Memory(tensors), family, tree, layout, partition(layout), home_of(None), progress=False)
     jax.tree.map(np.testing.assert_array_equal, params, fused(tensors, config))
 
 
