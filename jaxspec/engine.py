@@ -79,7 +79,8 @@ class Engine:
         self._flight: Flight | None = None
         self._contests: dict[str, Contest] = {}
         """Of the requests that want the best of their samples."""
-        self._seeds = random.Random(config.seed)
+        self.seeds = random.Random(config.seed)
+        """Of requests that bring none."""
 
     @property
     def has_work(self) -> bool:
@@ -115,7 +116,7 @@ class Engine:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(ids, params)
         max_tokens = min(params.max_tokens, self.max_context - len(ids))
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        seed = params.seed if params.seed is not None else self.seeds.getrandbits(64)
         place = self._arrivals + PLACES_A_LEVEL * params.priority
         now = time.perf_counter()
         drawn = _drawn(params)
@@ -291,6 +292,8 @@ class Engine:
         if reason is None:
             return delta
         self.scheduler.finish(news.running)
+        if news.running.saved is not None:  # it had to give way meanwhile
+            self.device.forget(news.running.saved)
         return transcript.finish(delta, *reason)
 
     def _chosen(self, delta: TextDelta) -> list[TextDelta]:

@@ -15,6 +15,8 @@ class Replicas:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = engines
         self.tokenizer = engines[0].tokenizer
+        for engine in engines:  # no two requests get the same seed
+            engine.seeds = engines[0].seeds
 
     @property
     def has_work(self) -> bool:

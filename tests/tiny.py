@@ -30,37 +30,37 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _weights(heads: int, kv_heads: int) -> dict[str, np.ndarray]:
+def _weights(heads: int, kv_heads: int, embed: int, mlp: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    head = EMBED // heads
-    shapes = {"model.embed_tokens.weight": (VOCAB, EMBED), "model.norm.weight": (EMBED,)}
+    head, scale = embed // heads, 0.3 * (EMBED / embed) ** 0.5
+    shapes = {"model.embed_tokens.weight": (VOCAB, embed), "model.norm.weight": (embed,)}
     for layer in range(LAYERS):
         name = f"model.layers.{layer}."
         shapes |= {
-            name + "input_layernorm.weight": (EMBED,),
-            name + "post_attention_layernorm.weight": (EMBED,),
-            name + "self_attn.q_proj.weight": (heads * head, EMBED),
-            name + "self_attn.k_proj.weight": (kv_heads * head, EMBED),
-            name + "self_attn.v_proj.weight": (kv_heads * head, EMBED),
-            name + "self_attn.o_proj.weight": (EMBED, heads * head),
-            name + "mlp.gate_proj.weight": (MLP, EMBED),
-            name + "mlp.up_proj.weight": (MLP, EMBED),
-            name + "mlp.down_proj.weight": (EMBED, MLP),
+            name + "input_layernorm.weight": (embed,),
+            name + "post_attention_layernorm.weight": (embed,),
+            name + "self_attn.q_proj.weight": (heads * head, embed),
+            name + "self_attn.k_proj.weight": (kv_heads * head, embed),
+            name + "self_attn.v_proj.weight": (kv_heads * head, embed),
+            name + "self_attn.o_proj.weight": (embed, heads * head),
+            name + "mlp.gate_proj.weight": (mlp, embed),
+            name + "mlp.up_proj.weight": (mlp, embed),
+            name + "mlp.down_proj.weight": (embed, mlp),
         }
     return {
-        name: np.ones(shape, np.float32) if len(shape) == 1 else rng.normal(0, 0.3, shape).astype(np.float32)
+        name: np.ones(shape, np.float32) if len(shape) == 1 else rng.normal(0, scale, shape).astype(np.float32)
         for name, shape in shapes.items()
     }
 
 
-def write_model(folder: Path, heads: int = HEADS, kv_heads: int = KV_HEADS) -> Path:
+def write_model(folder: Path, heads: int = HEADS, kv_heads: int = KV_HEADS, embed: int = EMBED, mlp: int = MLP) -> Path:
     """The folder, with config.json, model.safetensors and a byte-level tokenizer with a chat template."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCAB,
-        "hidden_size": EMBED,
-        "intermediate_size": MLP,
+        "hidden_size": embed,
+        "intermediate_size": mlp,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -73,9 +73,10 @@ def write_model(folder: Path, heads: int = HEADS, kv_heads: int = KV_HEADS) -> P
         "eos_token_id": 2,
         "torch_dtype": "float32",
     }
+    folder.mkdir(exist_ok=True)
     special = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "chat_template": CHAT_TEMPLATE}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
     _tokenizer().save(str(folder / "tokenizer.json"))
-    save_file(_weights(heads, kv_heads), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(heads, kv_heads, embed, mlp), folder / "model.safetensors", metadata={"format": "pt"})
     return folder

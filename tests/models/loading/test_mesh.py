@@ -78,8 +78,8 @@ for path, weights, packed, shares in cases:
         case = f"{path} {weights} {packed} over {share}: "
         wrong += [case + text for text in differences(many.params, one.params, many.spec, one.spec, mesh)]
 mesh = mesh_of(4)
-for weights in ("float32", "fp8_block"):
-    one, copied = load_model(cases[0][0], weights, packed=True), {"mesh": mesh, "vocab_size": 1024, "replicated": True}
+for weights, size in (("float32", 1024), ("fp8_block", None)):
+    one, copied = load_model(cases[0][0], weights, packed=True), {"mesh": mesh, "vocab_size": size, "replicated": True}
     copies = load_model(cases[0][0], weights, packed=True, **copied)
     if any(array.sharding.spec != PartitionSpec() for array in jax.tree.leaves(copies.params["layers"])):
         wrong.append("replicated layers are shared")
