@@ -43,10 +43,10 @@ def init_state(program: Program, batch: int, table_width: int, mesh: Mesh | None
     specs = DecodeState(
         pool=partition(program.pool),
         draft_pool=partition(program.draft_pool, program.drafter.model.share > 1) if program.draft_pool else {},
-        sequences=Sequences(*[all_of_it] * 4),
-        progress=Progress(*[all_of_it] * 7),
-        sampling=Sampling(*[all_of_it] * 15),
-        history=History(words, words),
+        sequences=all_of_it,
+        progress=all_of_it,
+        sampling=all_of_it,
+        history=words,
         drafter=all_of_it,
     )
     return parallel.on_each(partial(_empty_state, program, batch, table_width), specs, mesh=mesh)
@@ -162,7 +162,7 @@ class Saved(NamedTuple):
 def _of_saved(state: DecodeState) -> Saved:
     words: Any = P(parallel.MODEL)
     all_of_it: Any = P()
-    return Saved(all_of_it, all_of_it, History(words, words), all_of_it)
+    return Saved(all_of_it, all_of_it, words, all_of_it)
 
 
 @jax.jit
@@ -189,10 +189,9 @@ def restore_row(state: DecodeState, row: Int[Array, ""], length: Int[Array, ""],
 
 def select_rows(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
     """The same state for another batch bucket: row i is the old row `rows[i]`. Pages are not touched."""
-    pages = {name: array for name, array in state.pool.items() if name != TAIL}
-    of_rows = state._replace(pool={name: state.pool[name] for name in state.pool.keys() - pages.keys()}, draft_pool={})
-    found = _select(of_rows, rows)
-    return found._replace(pool=found.pool | pages, draft_pool=state.draft_pool)
+    tails = {name: array for name, array in state.pool.items() if name == TAIL}
+    found = _select(state._replace(pool=tails, draft_pool={}), rows)
+    return found._replace(pool=state.pool | found.pool, draft_pool=state.draft_pool)
 
 
 @jax.jit

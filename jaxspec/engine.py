@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxspec import multihost
+from jaxspec import leading
 from jaxspec.config import PREFILL_ROW, EngineConfig, SamplingParams
 from jaxspec.drafters import get_drafter
 from jaxspec.errors import RequestError
@@ -53,11 +53,10 @@ class Engine:
         self.tokenizer, self.spec, self.config = loaded.tokenizer, loaded.spec, config
         self.max_context = context_of(config, loaded.spec)
         drafter, draft_params = get_drafter(config, loaded)
-        pool, table_width = pool_of(config, loaded.local, drafter, kernels_of(config.implementation))
-        self._table_width = table_width
+        pool, self._table_width = pool_of(config, loaded.local, drafter, kernels_of(config.implementation))
         self.program = Program(loaded.local, pool, drafter)
-        self.worker = Worker(self.program, Models(loaded.params, draft_params), table_width, loaded.mesh)
-        self.device = multihost.led(self.worker)
+        params = Models(loaded.params, draft_params)
+        self.device = leading.led(Worker(self.program, params, self._table_width, PREFILL_ROW, loaded.mesh))
         self.scheduler = Scheduler(
             pool.num_pages,
             pool.page_size,

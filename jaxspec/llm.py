@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxspec import multihost, parallel
+from jaxspec import leading, multihost, parallel
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
@@ -36,7 +36,8 @@ class LLM:
             config = msgspec.convert({"model": model, **options}, EngineConfig)
         except msgspec.ValidationError as error:
             raise ConfigError(f"engine options: {error}") from error
-        loaded = load(config)
+        multihost.join(config.distributed)
+        loaded = _load(config)
         self.tokenizer = loaded.tokenizer
         self.engine = _engine(loaded, config)
 
@@ -73,8 +74,9 @@ class LLM:
         RequestError where pins would leave too few pages for the largest request there may be.
         """
         params = SamplingParams(max_tokens=1, cache_ttl=ttl, cache_salt=cache_salt)
-        [output] = self._run([self._beginning(prompt)], params, False, self.engine.add)
-        return output.stats.pinned_tokens or 0
+        engines = self.engine.engines if isinstance(self.engine, Replicas) else [self.engine]
+        outputs = [self._run([self._beginning(prompt)], params, False, engine.add)[0] for engine in engines]
+        return min(output.stats.pinned_tokens or 0 for output in outputs)
 
     def unpin(self, prompt: str | Sequence[int] | Sequence[Message], cache_salt: str = "") -> int:
         """Let go of the longest pinned prefix of a prompt; returns how many tokens it had, 0 where there is none."""
@@ -140,11 +142,18 @@ class LLM:
 
 
 def load(config: EngineConfig) -> LoadedModel:
-    """The model of a configuration, its weights in the type asked for; compiled programs are kept from here on.
+    """The model of a configuration for engines that are made by hand, its weights in the type asked for; compiled
+    programs are kept from here on.
 
-    ConfigError for what no model could make right, before it is read.
+    ConfigError for what no model could make right, before it is read, and for what takes an `LLM`.
     """
-    multihost.join(config.distributed)
+    for option, wanted in (("data_parallel", config.data_parallel > 1), ("distributed", config.distributed)):
+        if wanted:
+            raise ConfigError(f"{option} is for answering requests (generate, batch): a benchmark measures one engine")
+    return _load(config)
+
+
+def _load(config: EngineConfig) -> LoadedModel:
     check(config)
     _keep_compiled_programs()
     mesh = parallel.mesh_of(config.tensor_parallel, config.data_parallel)
@@ -155,7 +164,7 @@ def _engine(loaded: LoadedModel, config: EngineConfig) -> Serving:
     """The engine, or one for each replica. Of a job's processes all but the first stay here, and then exit."""
     engines = [Engine(loaded.replica(mesh), config) for mesh in parallel.meshes_of(loaded.mesh)]
     if jax.process_index() > 0:
-        multihost.follow(engines[0].worker)
+        leading.follow(engines[0].device)
         sys.exit(0)
     return engines[0] if len(engines) == 1 else Replicas(engines)
 

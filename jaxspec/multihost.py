@@ -1,19 +1,18 @@
-"""One job of several processes, each with some of the devices: the first one leads, and tells the others what it tells
-its own devices. All run the same command; what is read and written is the leader's."""
+"""One job of several processes, each with some of the devices: how they find each other, and what they have in common.
+
+All run the same command. The first one leads (`jaxspec.leading`): what is read and written is its own.
+"""
 
 import atexit
 import os
 import re
-import signal
 import socket
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +22,17 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from jaxspec import parallel
-from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.errors import ConfigError
 from jaxspec.lifeline import Lifeline
-from jaxspec.worker import Worker
 
 AUTO = "auto"
 HEARTBEAT_SECONDS = 20
 """After which a process that is not heard of is thought dead, and the job ends."""
 MEET_SECONDS = 300.0
 """In which process 0 must have begun."""
-LIFELINE_SECONDS = 2.0
-"""In which the lifeline tells who is gone, where numbers of another process do not come."""
 BLOCK = 4096
 """Bytes that are sent at once; of a longer message the rest follows."""
-END = "end"
-_LIFELINE = Lifeline()
+LIFELINE = Lifeline()
 """A process is of one job at most."""
 
 
@@ -60,7 +55,7 @@ def join(how: str | None) -> None:
             shutdown_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"distributed {how}: {_first(error)}") from error
+        raise ConfigError(f"distributed {how}: {first_line(error)}") from error
     _connect(host)
 
 
@@ -99,11 +94,11 @@ def _connect(host: str | None) -> None:
     with _silent():
         leads, there = jax.process_index() == 0, b""
         if leads:
-            there = msgspec.msgpack.encode([socket.gethostname(), _LIFELINE.listen(jax.process_count() - 1)])
-        name, port = msgspec.msgpack.decode(_broadcast(there))
+            there = msgspec.msgpack.encode([socket.gethostname(), LIFELINE.listen(jax.process_count() - 1)])
+        name, port = msgspec.msgpack.decode(broadcast(there))
         if not leads:
-            _LIFELINE.connect(host or name, port, jax.process_index())
-        atexit.register(_LIFELINE.fail)
+            LIFELINE.connect(host or name, port, jax.process_index())
+        atexit.register(LIFELINE.fail)
         one = partial(parallel.on_each, lambda: parallel.total(jnp.int32(1)), PartitionSpec(), mesh=mesh)
         jax.block_until_ready(jax.jit(one)())
 
@@ -122,96 +117,12 @@ def _silent() -> Iterator[None]:
         os.close(nowhere)
 
 
-def led(worker: Worker) -> Worker:
-    """The worker as an engine is to use it: where this process leads others, they get every call, too."""
-    if jax.process_count() == 1 or jax.process_index() > 0:
-        return worker
-    return cast(Worker, _Leader(worker))
-
-
-def follow(worker: Worker) -> None:
-    """Do what the leading process says, until it ends. JaxspecError where it ends without saying so."""
-    if _in_main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C for all the leading process makes a regular end
-    while True:
-        with _noticing():
-            name, arguments = _decode(_broadcast(b""))
-            if name == END:
-                _LIFELINE.cut()
-                return
-            getattr(worker, name)(*arguments)
-
-
-class _Leader:
-    """A worker whose calls the other processes hear, before they are done here."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker, self._whole = worker, True
-        atexit.register(self._end)
-
-    def __getattr__(self, name: str) -> Any:
-        with _noticing():
-            found = getattr(self._worker, name)
-        return self._told(name, found) if callable(found) else found
-
-    def _told(self, name: str, call: Callable) -> Callable:
-        def tell(*arguments: Any) -> Any:
-            with _uninterrupted(), _noticing():
-                whole, self._whole = self._whole, False
-                _broadcast(_encode(name, arguments))
-                result = call(*arguments)
-                self._whole = whole
-            return result
-
-        return tell
-
-    def _end(self) -> None:
-        """Nothing can be told any more after an error in between."""
-        if self._whole:
-            with _uninterrupted(), _noticing():
-                _broadcast(_encode(END, ()))
-                _LIFELINE.cut()
-
-
-@contextmanager
-def _noticing() -> Iterator[None]:
-    """JaxspecError for numbers of others that do not come, where the lifeline does not end the process before."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        time.sleep(LIFELINE_SECONDS)
-        raise JaxspecError(f"process {jax.process_index()} of the job: {_first(error)}") from error
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C and the like wait: this process would lack a step that the others take."""
-    if not _in_main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM)}
-    for which in before:
-        signal.signal(which, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, signal.SIG_DFL if handler is None else handler)
-    for number in came:
-        signal.raise_signal(number)
-
-
-def _in_main_thread() -> bool:
-    """Where Python lets signals be handled."""
-    return threading.current_thread() is threading.main_thread()
-
-
-def _first(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of its message."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _broadcast(message: bytes) -> bytes:
+def broadcast(message: bytes) -> bytes:
     """The message of the leading process, in all of them."""
     sent = np.frombuffer(len(message).to_bytes(8, "little") + message, np.uint8)
     first = _exchange(sent[:BLOCK], BLOCK)
@@ -227,25 +138,3 @@ def _exchange(part: np.ndarray, size: int) -> np.ndarray:
     padded = np.zeros(size, np.uint8)
     padded[: len(part)] = part
     return np.asarray(multihost_utils.broadcast_one_to_all(padded))
-
-
-def _encode(name: str, arguments: Sequence[Any]) -> bytes:
-    return msgspec.msgpack.encode([name, arguments], enc_hook=_plain)
-
-
-def _plain(array: Any) -> Any:
-    array = np.asarray(array)
-    return {"dtype": array.dtype.name, "shape": array.shape, "data": array.tobytes()}
-
-
-def _decode(message: bytes) -> tuple[str, list[Any]]:
-    name, arguments = msgspec.msgpack.decode(message)
-    return name, [_arrays(argument) for argument in arguments]
-
-
-def _arrays(told: Any) -> Any:
-    if isinstance(told, list):
-        return [_arrays(one) for one in told]
-    if isinstance(told, dict):
-        return np.frombuffer(told["data"], told["dtype"]).reshape(told["shape"])
-    return told

@@ -60,14 +60,6 @@ def of_replica(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, tree)
 
 
-def place(tree: Any, mesh: Mesh | None, specs: Any) -> Any:
-    """Host arrays on the devices of a mesh, by a tree of `PartitionSpec`s or one for all."""
-    if mesh is None:
-        return jax.tree.map(jax.numpy.asarray, tree)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    return jax.device_put(tree, shardings)
-
-
 def on_each(fn: Callable, out_specs: Any, *arguments: Any, mesh: Mesh | None = None) -> Any:
     """The result of `fn` on what each device has of the arguments, within jit.
 
@@ -112,6 +104,6 @@ def greatest(x: Array) -> Array:
     return jax.lax.pmax(x, MODEL) if share() > 1 else x
 
 
-def gathered(x: Array, axis: int = -1) -> Array:
-    """What all of them have, one after the other along a dimension."""
-    return jax.lax.all_gather(x, MODEL, axis=axis % x.ndim, tiled=True) if share() > 1 else x
+def gathered(x: Array) -> Array:
+    """What all of them have, one after the other along the last dimension."""
+    return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True) if share() > 1 else x

@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import decode
-from jaxspec.config import PREFILL_ROW
 from jaxspec.program import Program
 from jaxspec.target import platform
 from jaxspec.types import Models, Output, Sampling
@@ -20,18 +19,21 @@ from pallas_kernels import Rows
 
 
 class Worker:
-    """Parameters and the state of decoding on the devices of a mesh, or on the default one."""
+    """Parameters and the state of decoding on the devices of a mesh, or on the default one; page tables have
+    `table_width` pages, rows of prompts at most `row_width` tokens."""
 
-    def __init__(self, program: Program, params: Models, table_width: int, mesh: Mesh | None) -> None:
+    def __init__(
+        self, program: Program, params: Models, table_width: int, row_width: int, mesh: Mesh | None = None
+    ) -> None:
         self.program, self.params = program, params
-        self._table_width, self._mesh = table_width, mesh
+        self.mesh, self._table_width, self._row_width = mesh, table_width, row_width
         self._saved: dict[str, decode.Saved] = {}
         """What requests that gave way go on from."""
         self.state: Any = None
 
     def start(self, batch: int) -> None:
         """An empty state of so many rows."""
-        self.state = decode.init_state(self.program, batch, self._table_width, self._mesh)
+        self.state = decode.init_state(self.program, batch, self._table_width, self.mesh)
 
     def select_rows(self, rows: np.ndarray) -> None:
         """Another batch: row i is the old row `rows[i]`."""
@@ -65,7 +67,7 @@ class Worker:
     def prefill(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Write chunks of prompts: `rows` are the fields of `Rows`, one after the other."""
         packed = Rows(*rows), tokens
-        self.state = decode.prefill(self.params, self.state, *packed, program=self.program, width=PREFILL_ROW)
+        self.state = decode.prefill(self.params, self.state, *packed, program=self.program, width=self._row_width)
         self._let_end()
 
     def run(self, active: np.ndarray, rounds: int, least_active: int) -> Output:
@@ -79,7 +81,7 @@ class Worker:
     def _let_end(self) -> None:
         """XLA on the CPU has threads for one program in which devices wait for each other: two of them, of replicas,
         would wait for ever."""
-        if self._mesh is not None and platform() == "cpu":
+        if self.mesh is not None and platform() == "cpu":
             self.wait()
 
     def wait(self) -> None:

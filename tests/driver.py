@@ -20,7 +20,7 @@ from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import init_params
 from jaxspec.program import Program
 from jaxspec.sampling import sampling_row
-from jaxspec.types import Drafter, Models
+from jaxspec.types import Drafter, Models, Params
 from pallas_kernels import Rows
 
 VOCAB, PAGE, TABLE = 61, 4, 12
@@ -63,6 +63,11 @@ def random_params(seed: int = 0):
     """Parameters whose output varies with the context (freshly initialised models repeat themselves)."""
     params = init_params(SPEC, jax.random.key(seed))
     return Models(jax.tree.map(lambda a: a * 3 if a.ndim > 1 else a, params), {})
+
+
+def stack_layers(params: Params) -> Params:
+    """The same parameters with all layers in one tree of arrays `[layers, ..]`, as accelerators scan them."""
+    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
 
 
 def write_heads(

@@ -1,29 +1,14 @@
 """Law 4 through the engine: interpreted Pallas kernels give the texts that XLA gives, with every drafter and format."""
 
-import re
 from dataclasses import replace
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
 
-from jaxspec import decode
 from jaxspec.config import EngineConfig, SamplingParams
-from jaxspec.drafters import get_drafter
 from jaxspec.engine import Engine
-from jaxspec.kv.formats import get_format
-from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.loading import LoadedModel, load_model
-from jaxspec.models.transformer import init_params, stack_layers
-from jaxspec.plan.chips import chip_of_topology
-from jaxspec.plan.shape import read_shape
-from jaxspec.plan.topology import compile_for
-from jaxspec.program import Program
-from jaxspec.types import Models
-from pallas_kernels import Kernels, Rows
 from tests.driver import SPEC, random_params, write_heads
 from tests.oracles.serving import Work, serve
 
@@ -89,35 +74,3 @@ def test_kernels_give_the_texts_of_xla(unoptimised, monkeypatch, transformer, he
         np.testing.assert_allclose(*both, atol=CLOSE[kv_dtype])
         compared += clear
     assert compared >= 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("topology", "kv_dtype", "drafter"), [("v5e:2x4", "int8", "ngram"), ("v6e:2x4", "bfloat16", "none")]
-)
-def test_law_6_the_loop_compiles_for_a_tpu_and_copies_no_pool(topology: str, kv_dtype: str, drafter: str) -> None:
-    """Two layers of Llama 3.1 8B, 8 requests of 2,048 tokens; also the writing of a prompt's chunk."""
-    pytest.importorskip("libtpu")
-    spec = replace(read_shape("llama-3.1-8b").spec, num_layers=2)
-    plan, _ = get_drafter(EngineConfig(drafter=drafter), LoadedModel(spec, None, None, "llama"))
-    page = 256 if kv_dtype == "int8" else 128
-    kernels = Kernels("tpu", chip_of_topology(topology))
-    # A pool as large as real ones: XLA keeps a copy of small arrays in faster memory.
-    shape = spec.num_layers, 7168 * 256 // page, page, spec.num_kv_heads, spec.head_dim, plan.tree.size
-    pool = PoolSpec(get_format(kv_dtype), *shape, kernels)
-    program = Program(spec, pool, plan)
-    weights = jax.eval_shape(lambda: stack_layers(init_params(spec, jax.random.key(0), jnp.bfloat16)))
-    params, state = Models(weights, {}), jax.eval_shape(partial(decode.init_state, program, 8, 2048 // page))
-    number, numbers = (jax.ShapeDtypeStruct(size, jnp.int32) for size in ((), (4,)))
-    chunk = Rows(numbers, numbers, numbers), jax.ShapeDtypeStruct((256,), jnp.int32)
-    calls = [
-        (partial(decode.run.__wrapped__, program=program), number, number),
-        (partial(decode.prefill.__wrapped__, program=program, width=64), *chunk),
-    ]
-    for function, *arguments in calls:
-        compiled = compile_for(topology, function, params, state, *arguments, donate=(1,)).program
-        shapes = {",".join(map(str, array.shape)) for array in pool.shapes().values()}
-        copies = [line for line in compiled.as_text().splitlines() if re.search(r" copy(-start)?\(", line)]
-        assert not [line for line in copies if any(f"[{shape}]" in line for shape in shapes)]
-        stored = sum(array.size * array.dtype.itemsize for array in pool.shapes().values())
-        assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * stored  # logits, mostly

@@ -2,26 +2,21 @@
 
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 import jaxspec.engine
 from jaxspec import LLM, SamplingParams, multihost, parallel
 from jaxspec.errors import ConfigError
-from jaxspec.worker import Worker
 from tests.tiny import write_model
 
 DEVICES = 4
@@ -50,7 +45,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxspec import multihost, parallel
+from jaxspec import leading, multihost, parallel
 
 class Worker:  # one that has little to compile
     def __init__(self, mesh):
@@ -63,9 +58,9 @@ class Worker:  # one that has little to compile
 multihost.join(sys.argv[1])
 worker = Worker(parallel.mesh_of(jax.device_count()))
 if jax.process_index() > 0:
-    multihost.follow(worker)
+    leading.follow(worker)
     sys.exit(0)
-leader = multihost.led(worker)
+leader = leading.led(worker)
 leader.run()
 print(leader.finish, flush=True)
 while True:
@@ -272,98 +267,7 @@ def test_a_job_has_one_replica(model: Path):
         LLM(str(model), data_parallel=2, distributed="127.0.0.1:80,2,0")
 
 
-class Recorder(Worker):
-    """A worker that remembers its calls."""
-
-    finish = "as it is"  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
-
-    def __init__(self) -> None:
-        self.calls: list[tuple] = []
-
-    def set(self, *arguments: Any) -> str:
-        self.calls.append(arguments)
-        return "done"
-
-    def interrupted(self) -> None:
-        signal.raise_signal(signal.SIGINT)
-        self.calls.append(())
-
-    def broken(self) -> None:
-        raise RuntimeError("no memory")
-
-
-@pytest.fixture
-def wire(monkeypatch) -> queue.Queue:
-    """What the leading process sends comes out of a queue elsewhere."""
-    sent: queue.Queue = queue.Queue()
-    leading = threading.current_thread()
-
-    def one_to_all(part: np.ndarray) -> np.ndarray:
-        if threading.current_thread() is not leading:
-            found = sent.get(timeout=10)
-            assert found.shape == part.shape
-            return found
-        sent.put(part)
-        return part
-
-    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", one_to_all)
-    monkeypatch.setattr(multihost, "_LIFELINE", multihost.Lifeline())
-    monkeypatch.setattr(multihost.atexit, "register", lambda call: call)
-    return sent
-
-
-def test_calls_arrive_as_they_are_made(wire):
-    lead, other = Recorder(), Recorder()
-    leader = multihost._Leader(lead)
-    given = [
-        (3, "name/0", None, True, 2.5),
-        (np.arange(6, dtype=np.int32).reshape(2, 3), np.array([], bool), np.float32(0.1), np.int32(7)),
-        (np.arange(100_000, dtype=np.uint32), [np.zeros((2, 0), np.int8), np.array(2**63, np.uint64)]),
-        (np.ones(4096 - 70, np.uint8),),
-        (jax.numpy.arange(3, dtype=jax.numpy.bfloat16),),
-    ]
-    for arguments in given:
-        assert leader.set(*arguments) == "done"
-    assert leader.finish == "as it is"
-    leader._end()
-    follower = threading.Thread(target=multihost.follow, args=(other,))
-    follower.start()
-    follower.join(timeout=10)
-    assert not follower.is_alive()
-    assert wire.empty()
-    assert len(other.calls) == len(given)
-    for theirs, ours in zip(other.calls, given, strict=True):
-        for found, wanted in zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True):
-            if hasattr(wanted, "dtype"):
-                assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-                assert found.tobytes() == np.asarray(wanted).tobytes()
-            else:
-                assert (found, type(found)) == (wanted, type(wanted))
-
-
-def test_an_interrupt_waits_for_the_call(wire):
-    leader = multihost._Leader(Recorder())
-    with pytest.raises(KeyboardInterrupt):
-        leader.interrupted()
-    assert leader.calls == [()]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    sent = wire.qsize()
-    leader._end()
-    assert wire.qsize() == sent + 1
-
-
-def test_nothing_is_told_after_a_call_that_failed(wire):
-    leader = multihost._Leader(Recorder())
-    with pytest.raises(RuntimeError, match="no memory"):
-        leader.broken()
-    sent = wire.qsize()
-    leader._end()
-    assert wire.qsize() == sent
-
-
-def test_one_process_leads_nobody(monkeypatch):
-    worker = Recorder()
-    assert multihost.led(worker) is worker
+def test_a_mesh_has_all_devices_of_a_job(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="tensor_parallel 16 must be 8"):
         parallel.mesh_of(16)

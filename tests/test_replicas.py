@@ -39,3 +39,13 @@ def test_requests_go_to_the_engine_with_least_to_do_and_are_called_off_there(llm
         engine.abort(name)
     assert not engine.has_work
     assert engine.step() == []
+
+
+def test_a_pin_is_kept_by_every_engine(llm: LLM):
+    document = "the sea is wide and the sky is blue " * 8
+    kept = llm.pin(document)
+    assert kept > 0
+    for engine in llm.engine.engines:
+        assert engine.scheduler.cache.pinned > 0
+    assert llm.unpin(document) == kept
+    assert all(engine.scheduler.cache.pinned == 0 for engine in llm.engine.engines)

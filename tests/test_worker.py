@@ -34,4 +34,4 @@ def test_it_forgets_those_that_end_while_they_wait(unoptimised, engine: Engine, 
     assert [delta.finished is not None for delta in news] == [stops]
     assert engine.has_work is not stops
     engine.abort("it")
-    assert engine.worker._saved == {}
+    assert engine.device._saved == {}

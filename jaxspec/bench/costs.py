@@ -133,7 +133,7 @@ def _timer(
     table = np.pad(pages, ((0, 0), (0, table_width - row_pages)))
 
     def set_up() -> DecodeState:
-        state = decode.init_state(program, batch, table_width)
+        state = decode.init_state(program, batch, table_width, engine.device.mesh)
         state = decode.set_pages(state, table)
         for row in range(batch):
             state = decode.admit(state, np.int32(row), prompt, np.int32(context), sampling, program=program)

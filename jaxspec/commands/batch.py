@@ -191,9 +191,9 @@ def _details(engine: "jaxspec.llm.Serving") -> str:
         f"{status.running} running",
         f"{status.waiting} waiting",
         f"pages {status.used} used {status.cached} cached of {status.pages}",
-        f"hits {status.hit_tokens / max(status.prompt_tokens, 1):.0%}",
+        f"hits {status.hit_rate:.0%}",
     ]
-    return ", ".join([*parts, f"τ {status.tokens / status.rounds:.2f}"] if status.rounds else parts)
+    return ", ".join([*parts, f"τ {status.tau:.2f}"] if status.rounds else parts)
 
 
 class Run:

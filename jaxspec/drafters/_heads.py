@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 from jaxtyping import Array, Bool, Float, Int
 
@@ -22,7 +22,7 @@ from jaxspec.models.heads import HeadsSpec, head_logits, of_base
 from jaxspec.models.loading import LoadedModel
 from jaxspec.models.loading.heads import load_heads
 from jaxspec.models.spec import ModelSpec, padded_vocab
-from jaxspec.parallel import MODEL, place, share_of
+from jaxspec.parallel import MODEL, share_of
 from jaxspec.sampling import distribution
 from jaxspec.target import platform
 from jaxspec.tree import Tree, grow
@@ -110,15 +110,17 @@ def with_tree(spec: HeadsSpec, model: ModelSpec, nodes: Sequence[tuple[int, ...]
 
 def _shared(params: Params, target: LoadedModel) -> Params:
     """Heads on the devices of the target: of projections of their own each has a slice of the vocabulary."""
-    devices = share_of(target.mesh)
+    mesh, devices = target.mesh, share_of(target.mesh)
+    if mesh is None:
+        return params
 
     def one(path: tuple[Any, ...], array: Array) -> Array:
         if path[-1] != DictKey("output"):
-            return place(array, target.mesh, PartitionSpec())
+            return jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
         missing = padded_vocab(len(array), devices) - len(array)
-        return place(np.pad(array, ((0, missing), (0, 0))), target.mesh, PartitionSpec(MODEL))
+        return jax.device_put(np.pad(array, ((0, missing), (0, 0))), NamedSharding(mesh, PartitionSpec(MODEL)))
 
-    return params if target.mesh is None else jax.tree.map_with_path(one, params)
+    return jax.tree.map_with_path(one, params)
 
 
 def _folder(config: EngineConfig, target: LoadedModel) -> Path:

@@ -30,6 +30,16 @@ class Status(NamedTuple):
     """Of the samples that have ended; so the next."""
     rounds: int
 
+    @property
+    def hit_rate(self) -> float:
+        """The share of prompt tokens that did not have to be computed."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def tau(self) -> float:
+        """Tokens a round; 0 before a sample has ended."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
 
 class Spread:
     """Median, 99th percentile (both of the latest KEPT times) and maximum, in seconds; None where there is no time."""

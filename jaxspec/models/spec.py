@@ -71,9 +71,13 @@ class ModelSpec:
     @property
     def weight_count(self) -> int:
         """Numbers in the matrices that a decode step reads, the output projection included."""
+        return self.layer_count + self.vocab_size * self.embed_dim // self.share
+
+    @property
+    def layer_count(self) -> int:
+        """Numbers in the matrices of all layers."""
         heads = self.num_heads + 2 * self.num_kv_heads + self.num_heads
-        layer = self.embed_dim * (heads * self.head_dim + 3 * self.mlp_dim)
-        return self.num_layers * layer + self.vocab_size * self.embed_dim
+        return self.num_layers * self.embed_dim * (heads * self.head_dim + 3 * self.mlp_dim)
 
     @property
     def group(self) -> int:

@@ -184,8 +184,3 @@ def init_params(spec: ModelSpec, key: Array, dtype=jnp.float32) -> Params:
     if not spec.tied_embeddings:
         params["lm_head"] = {"weight": jax.random.normal(keys[1], shape, dtype) * spec.embed_dim**-0.5}
     return params
-
-
-def stack_layers(params: Params) -> Params:
-    """The same parameters with all layers in one tree of arrays `[layers, ..]`, as accelerators scan them."""
-    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}

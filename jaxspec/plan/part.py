@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxspec.errors import ConfigError
-from jaxspec.models.quantization import Quantized, get_scheme, is_matrix
+from jaxspec.errors import ConfigError, LoadError
+from jaxspec.models.loading.layout import layout_of
+from jaxspec.models.quantization import get_scheme
 from jaxspec.models.sharding import partition
 from jaxspec.models.spec import ModelSpec, padded_vocab
 from jaxspec.parallel import MODEL
@@ -44,11 +45,6 @@ class Part:
         """Numbers of the output projection."""
         return self.local.vocab_size * self.local.embed_dim // self.share
 
-    @property
-    def layer_count(self) -> int:
-        """Numbers in the matrices of all layers."""
-        return self.local.weight_count - self.local.vocab_size * self.local.embed_dim
-
 
 def part_of(shape: Shape, weights: str, share: int, replicated: bool = False) -> Part:
     """One device's part of a model whose matrices are stored in a format; `replicated`, it has all layers and a share
@@ -67,33 +63,19 @@ def _part(name: str, spec: ModelSpec, family: Any, weights: str, share: int, rep
         raise ConfigError(f"{name}: {error}") from error
     spread = replace(spread, vocab_size=padded_vocab(spec.vocab_size, share))
     one_layer = family.parameters(replace(spread, num_layers=1))  # as all of them are: they are stacked
-    tree = jax.tree.map_with_path(lambda path, p: _stored(path, p, weights), one_layer)
-    local = jax.tree.map(lambda array, how: _divided(name, array, how, share), tree, partition(tree, replicated))
+    dtype, scheme = (weights, None) if weights in PLAIN else (BESIDE, get_scheme(weights))
+    try:
+        layout = layout_of(one_layer, jnp.dtype(dtype), scheme, devices=1 if replicated else share)
+    except LoadError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    local = jax.tree.map(lambda array, how: _divided(array, how, share), layout, partition(layout, replicated))
     layers = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct((spread.num_layers, *array.shape), array.dtype), local["layers"][0]
     )
     return Part(spread.local(1 if replicated else share), share, local | {"layers": layers})
 
 
-def _stored(path: tuple[Any, ...], parameter: Any, weights: str) -> Any:
-    """The arrays of a parameter in a format of weights."""
-    if weights in PLAIN or not is_matrix(path, parameter):
-        return jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(weights if weights in PLAIN else BESIDE))
-    scheme = get_scheme(weights)
-    if parameter.shape[-1] % scheme.group:
-        raise ConfigError(
-            f"weights {weights} need inputs of a multiple of {scheme.group}, "
-            f"and a matrix here has {parameter.shape[-1]}"
-        )
-    return Quantized(*scheme.layout(parameter.shape))
-
-
-def _divided(name: str, array: Any, how: PartitionSpec, share: int) -> jax.ShapeDtypeStruct:
+def _divided(array: Any, how: PartitionSpec, share: int) -> jax.ShapeDtypeStruct:
     """What one device has of an array."""
-    shape = list(array.shape)
-    for at, axis in enumerate(how):
-        if axis == MODEL:
-            if shape[at] % share:
-                raise ConfigError(f"{name}: {shape[at]} scales of weights cannot be shared by {share} devices")
-            shape[at] //= share
-    return jax.ShapeDtypeStruct(tuple(shape), array.dtype)
+    sizes = zip(array.shape, [*how, *[None] * (len(array.shape) - len(how))], strict=True)
+    return jax.ShapeDtypeStruct(tuple(size // (share if axis == MODEL else 1) for size, axis in sizes), array.dtype)

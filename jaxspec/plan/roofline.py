@@ -85,7 +85,7 @@ def layers_work(part: Part, kv_token_bytes: Number, tokens: Number, read: Number
     heads = spec.num_layers * spec.num_heads * spec.head_dim
     return Work(
         read=part.layer_bytes + (read + tokens) * kv_token_bytes,
-        products=tokens * (part.layer_count + 2 * seen * heads),
+        products=tokens * (spec.layer_count + 2 * seen * heads),
         summed=sums * tokens * spec.embed_dim * ACTIVATION.itemsize,
         sums=sums,
     )

@@ -123,7 +123,7 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 def test_drafters_share_parameters_and_give_the_same_text(engines) -> None:
     none, ngram = engines.values()
     leaf = "embed", "weight"
-    assert none.params.target[leaf[0]][leaf[1]] is ngram.params.target[leaf[0]][leaf[1]]
+    assert none.device.params.target[leaf[0]][leaf[1]] is ngram.device.params.target[leaf[0]][leaf[1]]
     groups, turns, told = grouped(REPEATING, 2), [], []
     warm_up(engines, groups, PARAMS)
     measure(engines, groups, PARAMS, 2, turns, told.append)
@@ -189,3 +189,9 @@ def test_context_is_half_way_through_an_answer(engines) -> None:
 def test_unknown_drafter(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"no drafter named 'gram' \(there are: .*ngram"):
         build_engines(EngineConfig(model=str(tiny_model)), ["none", "gram"])
+
+
+@pytest.mark.parametrize(("option", "value"), [("data_parallel", 2), ("distributed", "127.0.0.1:80,2,0")])
+def test_a_benchmark_measures_one_engine(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is for answering requests"):
+        build_engines(EngineConfig(**{option: value}), ["none"])

@@ -28,9 +28,10 @@ from jaxspec.models.quantization import (
 )
 from jaxspec.models.quantization._groups import pack
 from jaxspec.models.spec import ModelSpec
-from jaxspec.models.transformer import forward, init_params, logits_of, stack_layers
+from jaxspec.models.transformer import forward, init_params, logits_of
 from jaxspec.types import Params, Sequences
 from pallas_kernels import Rows
+from tests.driver import stack_layers
 
 SPEC = ModelSpec(
     vocab_size=96,

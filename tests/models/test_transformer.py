@@ -13,9 +13,10 @@ from jaxspec.kv.formats import get_format
 from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.families import llama
 from jaxspec.models.spec import ModelSpec
-from jaxspec.models.transformer import forward, init_params, logits_of, rotate, rotation_at, stack_layers
+from jaxspec.models.transformer import forward, init_params, logits_of, rotate, rotation_at
 from jaxspec.types import Params, Sequences
 from pallas_kernels import Rows
+from tests.driver import stack_layers
 
 SPEC = ModelSpec(
     vocab_size=96,

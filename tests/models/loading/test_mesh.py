@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.models.loading import load_model
 from jaxspec.models.quantization import BLOCK, Quantized
 from jaxspec.models.sharding import partition
-from jaxspec.models.transformer import stack_layers
 from jaxspec.parallel import mesh_of
+from tests.driver import stack_layers
 
 
 def shared(path, array, spec, true):

@@ -25,7 +25,7 @@ from jaxspec.models.loading.safetensors import SafetensorsSource
 from jaxspec.models.loading.stream import ProgressBar
 from jaxspec.models.quantization import Quantized, dequantize
 from jaxspec.models.sharding import partition, shared_dimension
-from jaxspec.models.transformer import stack_layers
+from tests.driver import stack_layers
 
 SIZES = {"head_dim": 128, "intermediate_size": 1024, "vocab_size": 1024, "num_key_value_heads": 8}
 """As they are shared by eight devices: nothing to be repeated or padded."""
