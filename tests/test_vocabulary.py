@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import parallel, vocabulary
 
@@ -28,6 +28,10 @@ def some_rows() -> np.ndarray:
 ROWS = some_rows()
 
 
+def placed(x: np.ndarray, mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh, spec) if mesh else None)
+
+
 @pytest.fixture(scope="module", params=[1, DEVICES])
 def on_devices(request: pytest.FixtureRequest):
     """Runs a function on the slices that devices have, and on a single one, which the same numpy must judge."""
@@ -35,8 +39,8 @@ def on_devices(request: pytest.FixtureRequest):
 
     def call(fn, x: np.ndarray, *others: Any, out: Any = WHOLE) -> Any:
         """`others` are alike on all devices."""
-        ours, theirs = parallel.place(x, mesh, SHARED), parallel.place(list(others), mesh, [WHOLE] * len(others))
-        found = jax.jit(lambda *arguments: parallel.on_each(fn, out, *arguments))(ours, *theirs)
+        arguments = [placed(x, mesh, SHARED), *(placed(one, mesh, WHOLE) for one in others)]
+        found = jax.jit(lambda *arguments: parallel.on_each(fn, out, *arguments))(*arguments)
         return jax.tree.map(np.asarray, found)
 
     return call
@@ -133,6 +137,6 @@ def test_at(on_devices):
 def test_at_is_0_where_a_token_is_none():
     mesh = parallel.mesh_of(DEVICES)
     none = np.tile(TOKENS[7:].astype(np.int32), (len(ROWS), 1))
-    x, tokens = parallel.place(ROWS, mesh, SHARED), parallel.place(none, mesh, WHOLE)
+    x, tokens = placed(ROWS, mesh, SHARED), placed(none, mesh, WHOLE)
     found = jax.jit(lambda x, tokens: parallel.on_each(vocabulary.at, WHOLE, x, tokens))(x, tokens)
     np.testing.assert_array_equal(found, 0)

@@ -60,7 +60,10 @@ def stored(arrays: dict[str, Any]) -> dict[str, Stored]:
 
 
 def pinned(pools: dict[str, Array], interpret: Any) -> dict[str, Array]:
-    """The pools, to stay where they are: XLA would move what fits into faster memory, as scales do, and back."""
+    """The pools, to stay where they are: XLA would move what fits into faster memory, as scales do, and back.
+
+    They must be of another shape than a program's own arguments and results, which it refuses to pin.
+    """
     if interpret:
         return pools
     return {name: pltpu.with_memory_space_constraint(pool, pltpu.HBM) for name, pool in pools.items()}

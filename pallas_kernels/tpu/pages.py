@@ -88,7 +88,7 @@ def append(
     everywhere = dict.fromkeys(pools, pl.BlockSpec(memory_space=pltpu.HBM))
     written = pl.pallas_call(
         partial(_kernel, block),
-        out_shape={name: pltpu.HBM(pool.shape, pool.dtype) for name, pool in pools.items()},
+        out_shape={name: pltpu.HBM((1, *pool.shape), pool.dtype) for name, pool in pools.items()},
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(lines),
             grid=(steps,),
@@ -106,8 +106,12 @@ def append(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=max(2 * _room(block, pools), VMEM_BYTES)),
         interpret=interpreted(interpret),
         name="append",
-    )(*lines, *(a.reshape(num_rows * width, heads * dim) for a in (k, v)), pinned(pools, interpret))
-    return seen(written, kinds)
+    )(
+        *lines,
+        *(a.reshape(num_rows * width, heads * dim) for a in (k, v)),
+        pinned({name: pool[None] for name, pool in pools.items()}, interpret),
+    )
+    return seen({name: pool[0] for name, pool in written.items()}, kinds)
 
 
 def _block(pools: dict[str, Array], kinds: dict[str, Stored], shape: tuple[int, ...], distinct: bool) -> Block:
@@ -127,6 +131,7 @@ def _room(block: Block, pools: dict[str, Array]) -> int:
 
 def _kernel(block: Block, sequence, start, count, table, k, v, _, pages, buffers, lists, wide, scales, semaphores):
     lines = _Lines(sequence, start, count, table)
+    pages = {name: pool.at[0] for name, pool in pages.items()}
     encode(block, k, v, buffers["kv"].dtype, wide, scales)
 
     def some_rows(turn, _):
