@@ -174,10 +174,21 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     else float32 on the CPU and bfloat16 elsewhere."""
     kv_dtype: str = "auto"
     """A file in jaxspec/kv/formats; auto is float32 on the CPU and bfloat16 elsewhere."""
+    kv_policy: str = "full"
+    """A file in jaxspec/kv/policies. full: every token sees all before it. window: the last ones only; sinks: the first
+    few besides (StreamingLLM). Then pages that no token will see go back while the request runs."""
+    kv_window: int = 1024
+    """window, sinks: tokens that one sees, itself and those just before it."""
+    kv_sinks: int = 4
+    """sinks: tokens at the beginning that all see."""
+    kv_positions: str = "cache"
+    """sinks: how far away the first tokens seem. cache: as if what lies between them and the window had never been;
+    text: as far as they are."""
     max_batch: int = 8
     """Sequences decoded at once."""
     max_context: int | None = None
-    """Prompt and output tokens of one request at most; None is the model's own context."""
+    """Prompt and output tokens of one request at most; None is the model's own context. With kv_policy window or sinks
+    it may be longer, for as long as no token sees more than that."""
     kv_memory: float = 1.0
     """GiB for the key/value pool, on each device."""
     prefill_chunk: int = 256
@@ -237,10 +248,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 self.draft_parallel in ("sharded", "replicated"),
                 f"draft_parallel must be sharded or replicated, not {self.draft_parallel!r}",
             ),
+            (self.kv_window >= 1, f"kv_window must be 1 or more, not {self.kv_window}"),
+            (self.kv_sinks >= 1, f"kv_sinks must be 1 or more, not {self.kv_sinks}: kv_policy window has none"),
+            (
+                self.kv_positions in ("cache", "text"),
+                f"kv_positions must be cache or text, not {self.kv_positions!r}",
+            ),
             (self.kv_memory > 0, f"kv_memory must be above 0 GiB, not {self.kv_memory}"),
             (
-                self.max_context is None or self.max_context >= 2,
-                f"max_context must be 2 or more, not {self.max_context}",
+                self.max_context is None or 2 <= self.max_context < 2**30,
+                f"max_context must be 2 or more and below 2**30, not {self.max_context}",
             ),
             (
                 self.prefill_chunk >= 1 and self.prefill_chunk % PREFILL_ROW == 0,

@@ -81,7 +81,7 @@ def prefill(
     `tokens` holds the rows' tokens one row after the other; no row has more than `width`.
     """
     packing = pack(rows, tokens.shape[0], width)
-    positions = rows.start[packing.row] + packing.column
+    positions = (rows.start + state.sequences.dropped[0, rows.sequence])[packing.row] + packing.column
     chunk = rows, tokens[None], positions[None], None
     _, pool = forward(params.target, program.model, program.pool, *chunk, state.pool, state.sequences, packing)
     draft_pool = state.draft_pool
@@ -134,9 +134,11 @@ def set_active(state: DecodeState, active: Bool[Array, "B"]) -> DecodeState:
 
 @partial(jax.jit, donate_argnames="state")
 @_on_each_device()
-def set_pages(state: DecodeState, table: Int[Array, "B P"]) -> DecodeState:
-    """The pages of all rows, as the host has reserved them."""
-    return state._replace(sequences=state.sequences._replace(page_table=table[None]))
+def set_pages(state: DecodeState, table: Int[Array, "B P"], dropped: Int[Array, "B"]) -> DecodeState:
+    """The pages of all rows, as the host has reserved them, and how many slots it has given back of each."""
+    sequences = state.sequences
+    length = sequences.length + sequences.dropped - dropped
+    return state._replace(sequences=Sequences(table[None], length, dropped[None], sequences.position))
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")

@@ -20,7 +20,7 @@ from jaxspec.implementation import kernels_of
 from jaxspec.models.loading import LoadedModel
 from jaxspec.program import Finish, Program
 from jaxspec.sampling import sampling_row
-from jaxspec.sizes import context_of, pool_of
+from jaxspec.sizes import context_of, kept_of, pool_of
 from jaxspec.types import Models, Output
 from jaxspec.worker import Worker
 
@@ -69,6 +69,8 @@ class Engine:
             publish_output=drafter.model is None,
             # What a page lacks at its end may be in a tail, which is the parent's own.
             share_partial=not pool.format.group,
+            kept=kept_of(pool.policy, drafter),
+            table_width=self._table_width,
         )
         self.metrics = Metrics(self.scheduler.counters)
         self._buckets = [b for b in BATCH_BUCKETS if b < config.max_batch] + [config.max_batch]
@@ -122,10 +124,12 @@ class Engine:
         samples = [Sample(request_id, i, ids, drawn, max_tokens, seed, now, place) for i in range(params.samples)]
         need, have = self.scheduler.pages_needed(samples[0]), self.scheduler.pages.num_pages
         if need > have:
-            size = self.program.pool.page_size
+            size, less = self.program.pool.page_size, "max_tokens"
+            if self.program.pool.policy.last is not None:
+                less += " or kv_window"
             raise RequestError(
                 f"prompt of {len(ids)} tokens with max_tokens {max_tokens} needs {need} pages of {size} slots, "
-                f"the pool has {have}: lower max_tokens or raise kv_memory"
+                f"the pool has {have}: lower {less} or raise kv_memory"
             )
         self.scheduler.pins.check(samples[0], now)
         if params.best_of is not None:
@@ -217,7 +221,9 @@ class Engine:
             self.device.restore(row, running.saved, len(running.tokens) - 1)
             running.saved = None
             return
-        prompt = np.zeros(self.max_context, np.int32)
+        # Two shapes at most: few prompts are as long as texts without end may be.
+        size = min(self.max_context, self.spec.max_context)
+        prompt = np.zeros(size if len(sample.prompt_ids) <= size else self.max_context, np.int32)
         prompt[: len(sample.prompt_ids)] = sample.prompt_ids
         sampling = sampling_row(
             sample.params,
@@ -249,10 +255,11 @@ class Engine:
             running.transcript.start()
 
     def _send_pages(self) -> None:
-        table = np.zeros((self._batch, self._table_width), np.int32)
+        table, dropped = np.zeros((self._batch, self._table_width), np.int32), np.zeros(self._batch, np.int32)
         for row, running in self.scheduler.rows.items():
             table[row, : len(running.table.pages)] = running.table.pages
-        self.device.set_pages(table)
+            dropped[row] = running.table.dropped
+        self.device.set_pages(table, dropped)
 
     def _read(self) -> list[News]:
         """Wait for the device, and take what it emitted to the books."""

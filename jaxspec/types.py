@@ -29,7 +29,7 @@ class Sequences(NamedTuple):
     length: Int[Array, "groups B"]
     """Committed slots in use."""
     dropped: Int[Array, "groups B"]
-    """Slots given back by an eviction policy."""
+    """Slots given back by an eviction policy: a token behind them is so many slots before its position."""
     position: Int[Array, "B"]
     """RoPE position of the next token to be written."""
 
@@ -161,7 +161,8 @@ class Drafter(NamedTuple):
     """Tokens of a verify row that rounds are compiled for, ascending, the whole tree last: a round runs the least
     width that holds every valid node, so drafting nothing costs a plain step where 1 is among them."""
     init: Callable[[int, int], Any]
-    """`(batch, context) -> state`; context is the most tokens a request may have, in prompt and output together."""
+    """`(batch, context) -> state`; context is the most tokens that a request has in the cache. Its text may be longer
+    where an eviction policy says so."""
     admit: Callable[..., Any]
     """`(state, row, prompt, length) -> state` when a request takes a row; `prompt` is padded."""
     propose: Callable[..., tuple[Proposal, Any, dict[str, Array]]]
@@ -171,5 +172,7 @@ class Drafter(NamedTuple):
     count, and `hidden` [B, E] is the target's hidden state of the last token that was accepted."""
     model: Any = None
     """The ModelSpec of the model that drafts, where one does: it has a pool, which prompts are written to as well."""
+    lag: int = 0
+    """Tokens that the cache of that model may be behind the target's, where what they saw could go back meanwhile."""
     typical: bool = False
     """Whether drafts are judged by `verify_typical`, which is not exact."""

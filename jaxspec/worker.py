@@ -60,9 +60,9 @@ class Worker:
         """Let go of what was kept."""
         self._saved.pop(name, None)
 
-    def set_pages(self, table: np.ndarray) -> None:
-        """The pages of all rows."""
-        self.state = decode.set_pages(self.state, table)
+    def set_pages(self, table: np.ndarray, dropped: np.ndarray) -> None:
+        """The pages of all rows, and how many slots were given back of each."""
+        self.state = decode.set_pages(self.state, table, dropped)
 
     def prefill(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Write chunks of prompts: `rows` are the fields of `Rows`, one after the other."""

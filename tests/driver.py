@@ -125,7 +125,7 @@ def decode_all(
     """Run each job in its row until all have ended; `edit` may change the state once the prompts are in."""
     pages = pages or page_lists(program, batch)
     state = decode.init_state(program, batch, table_width(program))
-    state = decode.set_pages(state, np.int32(pages))
+    state = decode.set_pages(state, np.int32(pages), np.zeros(batch, np.int32))
     for row, job in jobs.items():
         state = _admit(params, program, state, row, job, chunk)
     state = edit(decode.set_active(state, np.isin(np.arange(batch), list(jobs))))

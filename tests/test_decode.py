@@ -281,7 +281,7 @@ def test_law_6_one_program_serves_all_drafts_acceptances_and_mixes():
     drafter = scripted(tree, np.zeros((4, 1), np.int32), 0.0, widths=(1, 4, 8))._replace(propose=propose)
     program = make_program(drafter, pages=160)
     state = decode.init_state(program, 4, table_width(program))
-    state = decode.set_pages(state, np.int32(page_lists(program, 4)))
+    state = decode.set_pages(state, np.int32(page_lists(program, 4)), np.zeros(4, np.int32))
     prompt = np.zeros(SPEC.max_context, np.int32)
     prompt[:3] = 0, 1, 2
     counts, compiled = set(), set()

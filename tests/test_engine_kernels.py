@@ -55,6 +55,8 @@ def test_kernels_give_the_texts_of_xla(unoptimised, monkeypatch, transformer, he
         max_batch=2,
         page_size=64 if kv_dtype == "int4" else PAGE,
         prefill_chunk=16,
+        kv_policy="sinks" if drafter == "ngram" else "full",
+        kv_window=20,
     )
     params = [
         SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2),

@@ -80,7 +80,7 @@ def build(monkeypatch: pytest.MonkeyPatch, made: dict, heads: dict[int, str]) ->
     """Makes an engine that prefills in chunks of any size, with rows of `row` tokens."""
 
     def get_drafter(config: EngineConfig, loaded: LoadedModel):
-        key = config.drafter, loaded.name
+        key = config.drafter, loaded.name, config.draft_adaptive
         if key not in made:
             drafter, params = drafters.get_drafter(config, loaded)
             if drafter.model is not None:  # it always drafts: compiling rows for no draft would be lost time
@@ -114,12 +114,22 @@ def chunks(page: int) -> list[int]:
     return [1, max(page - 1, 1), page, 3 * page + 5]
 
 
-CASES = [(1, "none"), (16, "none"), (3, "ngram"), (64, "layer_skip"), (3, "draft_model"), (3, "medusa")]
+CASES = [
+    (1, "none", "full"),
+    (16, "none", "full"),
+    (3, "ngram", "full"),
+    (64, "layer_skip", "full"),
+    (3, "draft_model", "full"),
+    (3, "medusa", "full"),
+    (1, "none", "sinks"),
+    (4, "draft_model", "window"),
+    pytest.param(3, "ngram_medusa", "sinks", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("page", "drafter"), CASES)
+@pytest.mark.parametrize(("page", "drafter", "policy"), CASES)
 def test_law_3c_nothing_that_happens_on_the_way_changes_a_text(
-    integers, toy, build, monkeypatch, page: int, drafter: str
+    integers, toy, build, monkeypatch, page: int, drafter: str, policy: str
 ):
     copies = counted(monkeypatch, "jaxspec.decode.copy_page")
     rng = random.Random(f"{page} {drafter}")
@@ -133,11 +143,12 @@ def test_law_3c_nothing_that_happens_on_the_way_changes_a_text(
     ]
     hits = preemptions = 0
     for chunk, caching, scarce, hook in passes:
-        engine = poison(build(toy, chunk=chunk, page_size=page, drafter=drafter, prefix_cache=caching))
-        engine = hook(engine) if hook else engine
-        work = some_work(toy, rng, page, aborts=0.1, rush=scarce)
-        least = -(-(toy_forward.CONTEXT + DRAFTED) // page)
-        compare(toy, work, serve(engine, work, least + least // 8 if scarce else None))
+        options = {"kv_policy": policy, "kv_window": 17, "kv_sinks": 3}
+        engine = poison(build(toy, chunk=chunk, page_size=page, drafter=drafter, prefix_cache=caching, **options))
+        engine, seen = hook(engine) if hook else engine, engine.program.pool.policy
+        work = some_work(toy, rng, page, aborts=0.1, rush=scarce, policy=seen)
+        least = engine.scheduler.table_width
+        compare(toy, work, serve(engine, work, least + least // 8 if scarce else None), seen)
         counters = engine.scheduler.counters
         hits, preemptions = hits + counters.hit_tokens, preemptions + (0 if hook else counters.preemptions)
         assert counters.preemptions > 0 or not hook
@@ -160,6 +171,22 @@ def test_law_3c_a_draft_model_keeps_in_step(integers, toy, build):
         assert drafted > 100
         assert engine.scheduler.counters.hit_tokens > 50
         assert engine.scheduler.counters.preemptions > 0 or hook is None
+
+
+def test_law_3c_a_draft_model_that_drafts_seldom_keeps_in_step_though_pages_go_back(integers, toy, build, monkeypatch):
+    """What rounds without drafts have left out is written before what it saw is gone."""
+    monkeypatch.setattr("jaxspec.drafters._model.LAG", 10)
+    monkeypatch.setattr("jaxspec.drafters._pace.learn", lambda pace, *_: pace._replace(hits=pace.hits + 1))
+    seldom = lambda pace, *_: jnp.where(pace.hits % 18 == 17, DRAFTED, 0)  # noqa: E731
+    monkeypatch.setattr("jaxspec.drafters._pace.best_length", seldom)
+    options = {"kv_policy": "sinks", "kv_window": 17, "kv_sinks": 3, "draft_adaptive": True, "max_batch": 2}
+    engine = poison(build(toy, chunk=14, page_size=3, drafter="draft_model", **options))
+    work = some_work(toy, random.Random(5), 3, count=9, rush=True, policy=engine.program.pool.policy)
+    results = serve(engine, work, engine.scheduler.table_width * 2)
+    rounds = [done for output in results.values() for done in output.rounds[:-1]]
+    assert all(done.drafted == done.accepted for done in rounds)
+    assert sum(done.drafted for done in rounds) > 20
+    compare(toy, work, results, engine.program.pool.policy)
 
 
 def test_law_3c_batches_of_any_size(integers, toy, build):

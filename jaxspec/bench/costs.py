@@ -134,7 +134,7 @@ def _timer(
 
     def set_up() -> DecodeState:
         state = decode.init_state(program, batch, table_width, engine.device.mesh)
-        state = decode.set_pages(state, table)
+        state = decode.set_pages(state, table, np.zeros(batch, np.int32))
         for row in range(batch):
             state = decode.admit(state, np.int32(row), prompt, np.int32(context), sampling, program=program)
         return jax.block_until_ready(decode.set_active(state, np.ones(batch, bool)))

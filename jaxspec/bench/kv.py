@@ -1,4 +1,5 @@
-"""Formats of keys and values, and of weights, side by side: bytes, speed, what they change in what the model says.
+"""Formats of keys and values, policies of what stays of them, and formats of weights, side by side: bytes, speed, what
+they change in what the model says.
 
 Cases take turns in everything that is timed, so that a busy machine slows all of them.
 """
@@ -24,10 +25,11 @@ from jaxspec.models.quantization import get_scheme
 
 
 class Case(NamedTuple):
-    """What is compared: a way to store weights and one to store keys and values."""
+    """What is compared: how weights are stored, how keys and values are, and what stays of those."""
 
     weights: str
     kv_dtype: str
+    kv_policy: str = "full"
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,18 @@ class Sizes:
     """Passkey: where the number stands, a share of the text."""
     keys: int = 1
     """Passkey: numbers for each length and depth."""
+    reach: int = 0
+    """Tokens of one text that are read on and on, further than the model was trained for if need be; 0 for none."""
 
     def __post_init__(self) -> None:
-        if self.window % PREFILL_ROW:
-            raise ConfigError(f"--window must be a multiple of {PREFILL_ROW}, not {self.window}")
+        for name, value in (("--window", self.window), ("--reach", self.reach)):
+            if value % PREFILL_ROW:
+                raise ConfigError(f"{name} must be a multiple of {PREFILL_ROW}, not {value}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that is read or asked about."""
+        return max(self.window, self.context + self.answer, self.reach, *self.lengths)
 
     @property
     def windows(self) -> int:
@@ -71,24 +81,30 @@ class Findings:
     tries: dict[Case, list[Try]]
     marks: dict[Case, list[Marks]]
     """By window."""
+    onward: dict[Case, list[Marks]]
+    """Of the text that is read on and on, against itself."""
 
     def __bool__(self) -> bool:
-        return any(chain(self.speeds.values(), self.tries.values(), self.marks.values()))
+        return any(chain(*(found.values() for found in (self.speeds, self.tries, self.marks, self.onward))))
 
 
-def make_cases(weights: Sequence[str], formats: Sequence[str]) -> list[Case]:
-    """Every format with the first kind of weights, then the other weights with the first format.
+def make_cases(weights: Sequence[str], formats: Sequence[str], policies: Sequence[str] = ("full",)) -> list[Case]:
+    """Every format, then the other policies, then the other weights, each with the first of the other kinds.
 
     The first case is the reference. ConfigError where there is none, or for an unknown name.
     """
-    if not (weights and formats):
-        raise ConfigError("--formats and --weights need a name each, such as float32")
+    if not (weights and formats and policies):
+        raise ConfigError("--formats, --policies and --weights need a name each, such as float32 and full")
     for name in formats:
         get_format(name)
     for name in weights:
         if name not in ("auto", *DTYPES):
             get_scheme(name)
-    return [Case(weights[0], name) for name in formats] + [Case(name, formats[0]) for name in weights[1:]]
+    return [
+        *(Case(weights[0], name, policies[0]) for name in formats),
+        *(Case(weights[0], formats[0], name) for name in policies[1:]),
+        *(Case(name, formats[0], policies[0]) for name in weights[1:]),
+    ]
 
 
 def read_text(path: Path | None) -> str:
@@ -113,7 +129,7 @@ class Bench:
 
     def __init__(self, config: EngineConfig, cases: Sequence[Case], text: str, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.findings = Findings(*({case: [] for case in cases} for _ in range(3)))
+        self.findings = Findings(*({case: [] for case in cases} for _ in range(4)))
         self.doing = ""
         """What is being measured."""
         context = max(sizes.context + sizes.answer, max(sizes.lengths, default=0) + ANSWER)
@@ -137,7 +153,8 @@ class Bench:
     @property
     def steps(self) -> int:
         """Times that `measure` tells of something."""
-        return len(self.engines) * (self.sizes.repeats + len(self.sizes.lengths) + self.sizes.windows)
+        sizes = self.sizes
+        return len(self.engines) * (sizes.repeats + len(sizes.lengths) + sizes.windows + bool(sizes.reach))
 
     def warm_up(self) -> None:
         """Compile what decoding needs, and have the prompts of the speed test in the prefix cache."""
@@ -164,6 +181,9 @@ class Bench:
             window = self.ids[index * sizes.window : (index + 1) * sizes.window]
             for case, marks in zip(self.engines, compare(subjects, window, tell), strict=True):
                 found.marks[case].append(marks)
+        for case, subject in zip(self.engines, subjects, strict=True) if sizes.reach else ():
+            self.doing = f"perplexity of one text, {case.kv_dtype} {case.kv_policy}"
+            found.onward[case] += compare([subject], self.ids[: sizes.reach], tell)
 
     def _speed(self, engine: Engine) -> float:
         """Tokens a second of decoding, prefill left out."""
@@ -190,9 +210,9 @@ def _encoded(loaded: LoadedModel, text: str, sizes: Sizes) -> list[int]:
     """The token ids that are scored. ConfigError where the text has too few."""
     ids = loaded.tokenizer.encode(text, add_special_tokens=False)
     wanted = sizes.windows * sizes.window
-    if len(ids) < wanted:
-        raise ConfigError(
-            f"--tokens {sizes.tokens} takes a text of {wanted} tokens and this one has {len(ids)}: "
-            "lower it or give a longer --text"
-        )
-    return ids[:wanted]
+    for what, least in ((f"--tokens {sizes.tokens}", wanted), (f"--reach {sizes.reach}", sizes.reach)):
+        if len(ids) < least:
+            raise ConfigError(
+                f"{what} takes a text of {least} tokens and this one has {len(ids)}: lower it or give a longer --text"
+            )
+    return ids[: max(wanted, sizes.reach)]

@@ -1,4 +1,5 @@
-"""What a way to store weights, keys or values does to what a model says: perplexity, agreement, divergence.
+"""What a way to store weights, keys or values, or to let go of them, does to what a model says: perplexity, agreement,
+divergence.
 
 Text is teacher-forced in windows, each from an empty cache and in rows as prefill has them: what a token attends to is
 what the format has stored.
@@ -77,16 +78,26 @@ def compare(
 
 def read_window(subject: Subject, window: Sequence[int]) -> Float[Array, "N E"]:
     """Normalised hidden states at every token of a window, which has a multiple of PREFILL_ROW tokens."""
-    rows = np.asarray(window, np.int32).reshape(-1, PREFILL_ROW)
-    pool_spec = replace(subject.pool, num_pages=-(-len(window) // subject.pool.page_size))
+    rows, table = np.asarray(window, np.int32).reshape(-1, PREFILL_ROW), _table(subject.pool, len(window))
+    pool_spec = replace(subject.pool, num_pages=int(table.max()) + 1)
     pool, hidden = pool_spec.allocate(1), []
     for first in range(0, len(rows), CALL_ROWS):
         call = jnp.asarray(rows[first : first + CALL_ROWS])
         states, pool = _extend(
-            subject.params, call, np.int32(first * PREFILL_ROW), pool, spec=subject.spec, pool_spec=pool_spec
+            subject.params, call, np.int32(first * PREFILL_ROW), table, pool, spec=subject.spec, pool_spec=pool_spec
         )
         hidden.append(states)
     return jnp.concatenate(hidden)
+
+
+def _table(pool: PoolSpec, tokens: int) -> Int[np.ndarray, "P"]:
+    """The pages of a text: where a policy lets go of the middle, later tokens are written over what none sees."""
+    table, policy, page = np.arange(-(-tokens // pool.page_size), dtype=np.int32), pool.policy, pool.page_size
+    if policy.last is None:
+        return table
+    first = -(-policy.first // page)
+    again = -(-(policy.last + CALL_ROWS * PREFILL_ROW - 1) // page) + 1
+    return np.where(table < first, table, first + (table - first) % again)
 
 
 @partial(jax.jit, static_argnames=("spec", "pool_spec"), donate_argnames="pool")
@@ -94,6 +105,7 @@ def _extend(
     params: Params,
     tokens: Int[Array, "R T"],
     start: Int[Array, ""],
+    table: Int[Array, "P"],
     pool: Pool,
     *,
     spec: ModelSpec,
@@ -103,7 +115,7 @@ def _extend(
     count, width = tokens.shape
     starts = start + width * jnp.arange(count)
     zero = jnp.zeros(1, jnp.int32)
-    sequences = Sequences(jnp.arange(pool_spec.num_pages)[None, None], zero[None], zero[None], zero)
+    sequences = Sequences(table[None, None], zero[None], zero[None], zero)
     rows = Rows(jnp.zeros(count, jnp.int32), starts, jnp.full(count, width))
     positions = starts[:, None] + jnp.arange(width)
     hidden, pool = forward(params, spec, pool_spec, rows, tokens, positions, None, pool, sequences)

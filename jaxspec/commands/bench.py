@@ -134,6 +134,10 @@ def kv(
     formats: Annotated[
         str, typer.Option(metavar="NAMES", help="Formats of keys and values; the first is the reference.")
     ] = "float32,bfloat16,int8,fp8,int4",
+    policies: Annotated[
+        str,
+        typer.Option(metavar="NAMES", help="What stays in the cache; all but the first are run with the first format."),
+    ] = "full",
     weights: Annotated[
         str,
         typer.Option(metavar="NAMES", help="Formats of weights; all but the first are run with the first KV format."),
@@ -149,12 +153,22 @@ def kv(
     passkey: Annotated[
         str, typer.Option(metavar="LENGTHS", help="Tokens of the passkey prompts; '' leaves them out.")
     ] = "256,1024",
+    reach: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Tokens of one text to read on and on, however long; 0 leaves it out."),
+    ] = 0,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of the timed cases.")] = 3,
+    kv_window: Annotated[int, typer.Option(metavar="N", help=ENGINE["kv_window"].help)] = DEFAULTS.kv_window,
+    kv_sinks: Annotated[int, typer.Option(metavar="N", help=ENGINE["kv_sinks"].help)] = DEFAULTS.kv_sinks,
+    kv_positions: Annotated[str, typer.Option(metavar="TEXT", help=ENGINE["kv_positions"].help)] = (
+        DEFAULTS.kv_positions
+    ),
     kv_memory: KvMemory = DEFAULTS.kv_memory,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> int:
-    """Compare formats of keys and values, and of weights, by what they save and what they change.
+    """Compare formats of keys and values, what stays of them, and formats of weights: what they save and what they
+    change.
 
     - Bytes a token has in the cache, scales included, and tokens a second of 8 requests decoding at once.
 
@@ -163,21 +177,27 @@ def kv(
 
     - Passkeys: the share of five-digit numbers, hidden at five depths of prompts of each length, that the model finds.
 
-    Formats take turns. Ctrl-C prints what is measured so far.
+    - With `--reach`, perplexity along one text, which may be longer than what the model was trained for.
+
+    Cases take turns. Ctrl-C prints what is measured so far.
 
     Examples:
 
     - `jaxspec bench kv --json rows.json --plot formats.png`
 
     - `jaxspec bench kv --formats float32,int8 --weights float32,int8,int4 --tokens 5000 --passkey ''`
+
+    - `jaxspec bench kv --formats float32 --policies full,window,sinks --kv-window 512 --reach 16384 --plot p.png`
     """
     _check_files(json_file, plot_file)
     from jaxspec.bench.kv import Sizes
     from jaxspec.commands.bench_kv import compare
 
-    sizes = Sizes(tokens=tokens, window=window, repeats=repeats, lengths=_lengths(passkey))
-    config = EngineConfig(model=model, kv_memory=kv_memory)
-    return compare(config, _names(weights), _names(formats), text, sizes, json_file, plot_file)
+    sizes = Sizes(tokens=tokens, window=window, repeats=repeats, lengths=_lengths(passkey), reach=reach)
+    config = EngineConfig(
+        model=model, kv_memory=kv_memory, kv_window=kv_window, kv_sinks=kv_sinks, kv_positions=kv_positions
+    )
+    return compare(config, _names(weights), _names(formats), _names(policies), text, sizes, json_file, plot_file)
 
 
 @app.command()

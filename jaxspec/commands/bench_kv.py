@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from jaxspec.bench.kv import Bench, Sizes, make_cases, read_text
-from jaxspec.bench.kv_report import make_rows, make_table, plot
+from jaxspec.bench.kv_plot import plot
+from jaxspec.bench.kv_report import make_onward, make_rows, make_table
 from jaxspec.commands.meter import Meter
 from jaxspec.commands.running import interruptible
 from jaxspec.config import EngineConfig
@@ -22,13 +23,14 @@ def compare(
     config: EngineConfig,
     weights: Sequence[str],
     formats: Sequence[str],
+    policies: Sequence[str],
     text: Path | None,
     sizes: Sizes,
     json_file: Path | None,
     plot_file: Path | None,
 ) -> int:
     """Measure the cases, print the table and write the files: of what is measured, where Ctrl-C ends it with 130."""
-    cases, scored = make_cases(weights, formats), read_text(text)
+    cases, scored = make_cases(weights, formats, policies), read_text(text)
     loading = Console(stderr=True).status(f"loading {config.model}")
     with interruptible(lambda: "nothing is measured yet"), loading as status:
         bench = Bench(config, cases, scored, sizes)
@@ -47,6 +49,8 @@ def compare(
         rows, about = make_rows(bench), _about(config, text, bench.sizes)
         title = ", ".join(f"{name} {value}" for name, value in about.items())
         Console().print(make_table(rows, title))
+        if all(row["onward"] for row in rows):
+            Console().print(make_onward(rows))
         if json_file is not None:
             json_file.write_text(json.dumps([row | about for row in rows], indent=1) + "\n", encoding="utf-8")
         if plot_file is not None:
@@ -65,4 +69,7 @@ def _about(config: EngineConfig, text: Path | None, sizes: Sizes) -> dict[str, A
         "batch": sizes.batch,
         "context": sizes.context,
         "repeats": sizes.repeats,
+        "reach": sizes.reach,
+        "kv_window": config.kv_window,
+        "kv_sinks": config.kv_sinks,
     }

@@ -84,8 +84,20 @@ ENGINE = {
         "Format of the key/value cache: float32, bfloat16, int8, fp8 or int4; auto is float32 on the CPU, bfloat16 "
         "elsewhere.",
     ),
+    "kv_policy": Flag(
+        str,
+        "What stays in the cache: full, all of it; window, the last tokens; sinks, the first few besides "
+        "(StreamingLLM), for texts without end.",
+    ),
+    "kv_window": Flag(int, "window, sinks: tokens that one sees, itself and those just before it."),
+    "kv_sinks": Flag(int, "sinks: tokens at the beginning that all see."),
+    "kv_positions": Flag(str, "sinks: how far away the first tokens seem, by their place in the cache or the text."),
     "max_batch": Flag(int, "Samples decoded at once."),
-    "max_context": Flag(int, "Tokens of prompt and output together at most; the model's own if not given."),
+    "max_context": Flag(
+        int,
+        "Tokens of prompt and output together at most; the model's own if not given; more with --kv-policy window or "
+        "sinks.",
+    ),
     "kv_memory": Flag(float, "GiB of memory for the key/value cache, on each device."),
     "prefill_chunk": Flag(int, "Prompt tokens written between two rounds; running answers pause no longer than that."),
     "prefix_cache": Flag(bool, "Keep what was computed for requests that begin alike."),

@@ -24,6 +24,8 @@ Forward = Callable[..., tuple[Array, Pool]]
 """`transformer.forward` of the draft model."""
 CATCH_UP = 16
 """Tokens that one call writes to the draft's cache for rounds that drafted nothing."""
+LAG = 128
+"""Tokens that the draft's cache may be behind where pages go back: it needs what those tokens saw."""
 
 
 class State(NamedTuple):
@@ -31,7 +33,7 @@ class State(NamedTuple):
 
     text: Text
     written: Int[Array, "B"]
-    """Slots whose key and value are in the cache and right."""
+    """Tokens whose key and value are in the cache and right."""
     pace: _pace.Pace
 
 
@@ -56,7 +58,8 @@ def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> 
 
         steps = jnp.max(wanted)
         run = partial(forward, params, model, pool_spec, distinct=True)
-        written, pool = _catch_up(run, state, view, pool, steps)
+        most = jnp.iinfo(jnp.int32).max if pool_spec.policy.last is None else LAG - count - 2
+        written, pool = _catch_up(run, state, view, pool, jnp.where(steps > 0, 0, most))
         previous = read(state.text, jnp.maximum(state.text.length - 2, 0), 1)
 
         def step(index, carry):
@@ -77,25 +80,26 @@ def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> 
         written = jnp.where(view.progress.active & (steps > 0), state.text.length - 1 + steps, written)
         return Proposal(tokens, jnp.arange(count) < wanted[:, None], q), state._replace(written=written), pool
 
-    return Drafter(Tree.chain(count), widths, _init, _admit, propose, _observe, model)
+    return Drafter(Tree.chain(count), widths, _init, _admit, propose, _observe, model, lag=LAG)
 
 
-def _catch_up(run: Forward, state: State, view: View, pool: Pool, steps) -> tuple[Int[Array, "B"], Pool]:
-    """Write what rounds without drafts have left out, before `steps` are taken; all but the last token before the root.
+def _catch_up(run: Forward, state: State, view: View, pool: Pool, most) -> tuple[Int[Array, "B"], Pool]:
+    """Write what rounds without drafts have left out where that is more than `most` tokens; all but the last token
+    before the root.
 
     That one is written with the root, as after every round whose drafts were all accepted.
     """
     batch = jnp.arange(state.written.shape[0])
     end = jnp.where(view.progress.active, state.text.length - 2, 0)
+    end = jnp.where(end - state.written > most, end, 0)
 
     def behind(carry):
-        return (steps > 0) & jnp.any(carry[0] < end)
+        return jnp.any(carry[0] < end)
 
     def write(carry):
         written, pool = carry
-        rows = Rows(batch, written, jnp.clip(end - written, 0, CATCH_UP))
-        tokens = read(state.text, written, CATCH_UP)
-        positions = (view.sequences.position - view.sequences.length[0] + written)[:, None] + jnp.arange(CATCH_UP)
+        rows = Rows(batch, written - view.sequences.dropped[0], jnp.clip(end - written, 0, CATCH_UP))
+        tokens, positions = read(state.text, written, CATCH_UP), written[:, None] + jnp.arange(CATCH_UP)
         _, pool = run(rows, tokens, positions, None, pool, view.sequences)
         return written + rows.count, pool
 

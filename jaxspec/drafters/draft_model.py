@@ -3,6 +3,7 @@
 from jaxspec.config import EngineConfig
 from jaxspec.drafters._model import model_drafter
 from jaxspec.errors import ConfigError
+from jaxspec.kv.policies import get_policy
 from jaxspec.models.loading import LoadedModel, load_model
 from jaxspec.types import Drafter, Params
 
@@ -22,7 +23,7 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
     )
     if draft.tokenizer.vocabulary != target.tokenizer.vocabulary:
         raise ConfigError(f"{draft.name} has another vocabulary than {target.name}: it cannot draft for it")
-    context = config.max_context or target.spec.max_context
+    context = get_policy(config).most_seen(config.max_context or target.spec.max_context)
     if draft.spec.max_context < context:
         raise ConfigError(
             f"{draft.name} was trained for {draft.spec.max_context} tokens, fewer than the context of {context}: "

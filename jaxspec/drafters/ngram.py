@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import DRAFT_TOKENS, EngineConfig
 from jaxspec.drafters import _pace
-from jaxspec.drafters._text import Text, begin, extend, new_text
+from jaxspec.drafters._text import Text, begin, extend, new_text, read
 from jaxspec.kv.pool import Pool, PoolSpec
 from jaxspec.models.loading import LoadedModel
 from jaxspec.tree import Tree
@@ -50,7 +50,7 @@ def look_up(text: Text, count: int, longest: int, shortest: int) -> tuple[Int[Ar
     # A match that reaches the end of the text goes on with its own drafts: text that repeats keeps repeating.
     period = jnp.maximum(text.length - 1 - end, 1)[:, None]
     source = end[:, None] + 1 + jnp.arange(count) % period
-    return jnp.take_along_axis(text.tokens, jnp.minimum(source, text.tokens.shape[1] - 1), axis=1), found
+    return jnp.take_along_axis(text.tokens, source % text.tokens.shape[1], axis=1), found
 
 
 def _init(batch: int, context: int) -> State:
@@ -70,13 +70,16 @@ def _observe(
 
 def _longest_match(text: Text, longest: int, shortest: int) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
     """Where an earlier copy of the last tokens ends, and whether there is one of at least `shortest` tokens."""
-    size = text.tokens.shape[1]
-    place = jnp.arange(size)
-    agrees = place < text.length[:, None] - 1
+    size, last = text.tokens.shape[1], text.length[:, None] - 1
+    age = (last - jnp.arange(size)) % size
+    """Tokens that came after the one at each place."""
+    known = jnp.minimum(text.length, size)[:, None]
+    agrees = age > 0
     run = jnp.zeros_like(text.tokens)
     for back in range(longest):
-        wanted = jnp.take_along_axis(text.tokens, jnp.maximum(text.length - 1 - back, 0)[:, None], axis=1)
-        agrees &= (place >= back) & (jnp.roll(text.tokens, back, axis=1) == wanted)
+        wanted = read(text, text.length - 1 - back, 1)
+        agrees &= (age + back < known) & (jnp.roll(text.tokens, back, axis=1) == wanted)
         run += agrees
-    score = jnp.where(run >= shortest, run * size + place, -1)
-    return jnp.argmax(score, axis=1).astype(jnp.int32), jnp.max(score, axis=1) >= 0
+    score = jnp.where(run >= shortest, (run + 1) * size - age, -1)
+    best = jnp.argmax(score, axis=1)[:, None]
+    return (last - jnp.take_along_axis(age, best, axis=1))[:, 0], jnp.max(score, axis=1) >= 0

@@ -62,6 +62,15 @@ class PageAllocator:
         return freed
 
 
+class Kept(NamedTuple):
+    """What of a text must stay while it goes on, in tokens."""
+
+    first: int
+    """At its beginning."""
+    last: int
+    """Before the next one to be written."""
+
+
 @dataclass
 class PageTable:
     """The pages of one sequence, in order: slot i lies in `pages[i // page_size]`.
@@ -71,7 +80,15 @@ class PageTable:
 
     pages: list[int] = field(default_factory=list)
     tokens: int = 0
-    """Committed slots. Pages beyond those that they need are look-ahead."""
+    """Committed ones. Pages beyond those that they need are look-ahead."""
+    dropped: int = 0
+    """Slots of pages that were given back from the middle: those behind moved up, so that later tokens have slots that
+    many before their place in the text."""
+
+    @property
+    def slots(self) -> int:
+        """Committed slots."""
+        return self.tokens - self.dropped
 
 
 class Copy(NamedTuple):
@@ -92,44 +109,71 @@ class Waste(NamedTuple):
 
 
 class Pages:
-    """What can be done to page tables over one allocator. `page_size` is in slots."""
+    """What can be done to page tables over one allocator. `page_size` is in slots; `kept` None keeps all."""
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+    def __init__(self, allocator: PageAllocator, page_size: int, kept: Kept | None = None) -> None:
         self.allocator = allocator
         self.page_size = page_size
+        self.kept = kept
 
     def count(self, tokens: int) -> int:
         """Pages that `tokens` slots need."""
         return -(-tokens // self.page_size)
 
     def reserve(self, table: PageTable, tokens: int) -> list[int]:
-        """See that the first `tokens` slots have pages; returns those added.
+        """See that the first `tokens` tokens have slots; returns the pages added.
 
         CapacityError, and nothing changed, when there are not enough.
         """
-        added = self.allocator.allocate(max(self.count(tokens) - len(table.pages), 0))
+        added = self.allocator.allocate(max(self.count(tokens - table.dropped) - len(table.pages), 0))
         table.pages += added
         return added
 
     def commit(self, table: PageTable, tokens: int) -> None:
-        """Set the number of committed slots; a smaller one is a rollback.
+        """Set the number of committed tokens; a smaller one is a rollback.
 
         ValueError, and nothing changed, for slots without a page, and for a rollback into a page that someone else
         holds too: the next write would change it under the other's feet.
         """
-        if not 0 <= tokens <= len(table.pages) * self.page_size:
-            raise ValueError(f"{tokens} slots committed, {len(table.pages)} pages of {self.page_size} reserved")
-        reopened = table.pages[tokens // self.page_size : self.count(table.tokens)] if tokens < table.tokens else []
+        slots = tokens - table.dropped
+        if not 0 <= slots <= len(table.pages) * self.page_size:
+            raise ValueError(f"{slots} slots committed, {len(table.pages)} pages of {self.page_size} reserved")
+        reopened = table.pages[slots // self.page_size : self.count(table.slots)] if slots < table.slots else []
         if any(self.allocator.references(page) > 1 for page in reopened):
-            raise ValueError(f"rollback from {table.tokens} to {tokens} slots goes into a shared page")
+            raise ValueError(f"rollback from {table.slots} to {slots} slots goes into a shared page")
         table.tokens = tokens
 
     def trim(self, table: PageTable) -> list[int]:
         """Give back the look-ahead pages; returns those that are free now."""
-        needed = self.count(table.tokens)
+        needed = self.count(table.slots)
         surplus = table.pages[needed:]
         del table.pages[needed:]
         return self.allocator.release(surplus[::-1])
+
+    def drop(self, table: PageTable) -> list[int]:
+        """Give back the pages in the middle that need not stay; returns those that are free now."""
+        first, gone = self.first, (self.droppable(table.tokens) - table.dropped) // self.page_size
+        pages = table.pages[first : first + gone] if gone > 0 else []
+        del table.pages[first : first + len(pages)]
+        table.dropped += len(pages) * self.page_size
+        return self.allocator.release(pages[::-1])
+
+    @property
+    def first(self) -> int:
+        """Pages at the beginning of a text that always stay."""
+        return 0 if self.kept is None else self.count(self.kept.first)
+
+    def droppable(self, tokens: int) -> int:
+        """Slots in the middle of a text of so many tokens that need not stay: those of whole pages."""
+        if self.kept is None:
+            return 0
+        whole = (tokens - self.kept.last) // self.page_size
+        return max(whole - self.first, 0) * self.page_size
+
+    def pages_of_text(self, table: PageTable) -> list[int | None]:
+        """The pages of a text from its beginning on, None where they were given back."""
+        gone: list[int | None] = [None] * (table.dropped // self.page_size)
+        return [*table.pages[: self.first], *gone, *table.pages[self.first :]]
 
     def fork(self, table: PageTable) -> tuple[PageTable, Copy | None]:
         """A second sequence with the same committed slots: whole pages are shared, a partial last one is copied.
@@ -137,19 +181,19 @@ class Pages:
         The table stays the owner of the copy's source: it must not be released or rolled back before the copy is
         done. CapacityError, and nothing changed, when there is no page for the copy.
         """
-        whole, slots = divmod(table.tokens, self.page_size)
+        whole, slots = divmod(table.slots, self.page_size)
         own = self.allocator.allocate(1 if slots else 0)
         self.allocator.share(table.pages[:whole])
         copy = Copy(table.pages[whole], own[0], slots) if slots else None
-        return PageTable(table.pages[:whole] + own, table.tokens), copy
+        return PageTable(table.pages[:whole] + own, table.tokens, table.dropped), copy
 
     def release(self, table: PageTable) -> list[int]:
         """Give everything back, last page first, and empty the table; returns the pages that are free now."""
-        pages, table.pages, table.tokens = table.pages, [], 0
+        pages, table.pages, table.tokens, table.dropped = table.pages, [], 0, 0
         return self.allocator.release(pages[::-1])
 
     def waste(self, table: PageTable) -> Waste:
         """The exact count for one table. Summed over tables it stays exact: a page that two of them share is full."""
-        needed = self.count(table.tokens)
-        partial = needed * self.page_size - table.tokens
+        needed = self.count(table.slots)
+        partial = needed * self.page_size - table.slots
         return Waste(partial, (len(table.pages) - needed) * self.page_size)

@@ -126,13 +126,14 @@ class Metrics:
 
     def status(self, scheduler: Scheduler) -> Status:
         """What goes on now."""
-        pages, cached = scheduler.pages, scheduler.cache.evictable if scheduler.cache else 0
+        pages = scheduler.pages
+        used = len({page for running in scheduler.rows.values() for page in running.table.pages})
         return Status(
             len(scheduler.rows),
             len(scheduler.waiting),
             pages.num_pages,
-            pages.num_pages - pages.free - cached,
-            cached,
+            used,
+            pages.num_pages - pages.free - used,
             self.counters.hit_tokens,
             self.counters.prompt_tokens,
             *self._ended,
@@ -194,7 +195,7 @@ class Metrics:
 
     def _look(self, scheduler: Scheduler) -> None:
         tables = [running.table for running in scheduler.rows.values()]
-        held = {page for table in tables for page in table.pages[: scheduler.tables.count(table.tokens)]}
+        held = {page for table in tables for page in table.pages[: scheduler.tables.count(table.slots)]}
         waste = scheduler.waste
         filled = len(held) * scheduler.tables.page_size - waste.partial
         self._waste.add(waste.partial, filled)

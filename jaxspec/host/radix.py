@@ -65,18 +65,22 @@ class RadixCache:
         self._touch(node)
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: Hashable) -> int:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int | None], namespace: Hashable) -> int | None:
         """Keep the whole pages of a text; returns how many were new to the tree, which takes a reference on each.
 
         The tokens must be final and their pages written. What the tree has already stays as it is, and the caller's
-        own pages for it stay the caller's; tokens past the last whole page are left out. ValueError, and nothing
-        changed, when there are fewer pages than that, or when a new one is free or has another place in the tree.
+        own pages for it stay the caller's; tokens past the last whole page are left out. Pages that the caller has
+        given back are None: where the tree has not got them either, nothing is kept and None returned. ValueError, and
+        nothing changed, when there are fewer pages than that, or when a new one is free or has another place in the
+        tree.
         """
         keys = self._keys(tokens, len(tokens), namespace)
         if len(pages) < len(keys):
             raise ValueError(f"{len(keys)} pages of tokens to keep, {len(pages)} pages given")
         node, inside, found = self._find(keys)
-        new = list(pages[len(found) : len(keys)])
+        new = [page for page in pages[len(found) : len(keys)] if page is not None]
+        if len(new) < len(keys) - len(found):
+            return None
         if len(set(new) - self._pages) < len(new):
             raise ValueError(f"pages cannot be kept in two places: {new}")
         self.allocator.share(new)
@@ -100,6 +104,20 @@ class RadixCache:
             cuts.append((node, len(node.pages) - going))
         for node, keep in cuts:
             self._cut(node, keep)
+        return freed
+
+    def forget(self, count: int) -> int:
+        """Free `count` pages that nobody holds, or as many as can be, where somebody holds later ones of the same text:
+        the tree lets go of those, too. Pinned pages and those on the way to them stay. Returns how many were freed.
+        """
+        kept, freed = self._kept(), 0
+        for node in [node for node in self._order if node not in kept]:
+            alone = [step for step, page in enumerate(node.pages) if self.allocator.references(page) == 1]
+            going = alone[-(count - freed) :] if freed < count else []
+            if going:
+                self._cut_all(list(node.children.values()))
+                self._cut(node, going[0])
+                freed += len(going)
         return freed
 
     def pin(self, tokens: Sequence[int], namespace: Hashable, until: float, room: int = sys.maxsize) -> int:
@@ -138,11 +156,7 @@ class RadixCache:
 
     def clear(self, namespace: Hashable = None) -> None:
         """Forget a namespace (None: all of them), pins included. Sequences keep the pages that they hold."""
-        doomed = [node for key, node in self._root.children.items() if namespace is None or key[0] == namespace]
-        while doomed:
-            node = doomed.pop()
-            doomed.extend(node.children.values())
-            self._cut(node, 0)
+        self._cut_all([node for key, node in self._root.children.items() if namespace is None or key[0] == namespace])
 
     def _keys(self, tokens: Sequence[int], limit: int, namespace: Hashable) -> list[Key]:
         """One key a whole page of the first `limit` tokens."""
@@ -222,6 +236,13 @@ class RadixCache:
                 needed.add(node.parent)
             if keep < len(node.pages):
                 yield node, keep
+
+    def _cut_all(self, doomed: list[_Node]) -> None:
+        """Let go of these nodes and all below them."""
+        while doomed:
+            node = doomed.pop()
+            doomed.extend(node.children.values())
+            self._cut(node, 0)
 
     def _cut(self, node: _Node, keep: int) -> None:
         """Let go of all but the first `keep` pages of an edge, and of the node when nothing is left."""

@@ -5,12 +5,14 @@ first in line is never overtaken, save by who fits in while a fork waits for its
 way. So whoever came first always gets on.
 """
 
+import sys
 from bisect import insort
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxspec.errors import CapacityError
-from jaxspec.host.blocks import Copy, PageAllocator, Pages, PageTable, Waste
+from jaxspec.host.blocks import Copy, Kept, PageAllocator, Pages, PageTable, Waste
 from jaxspec.host.output import Transcript
 from jaxspec.host.pins import Pins
 from jaxspec.host.radix import RadixCache
@@ -75,7 +77,8 @@ class Scheduler:
 
     `look_ahead` are the slots that drafts take beyond the root, `max_emitted` the tokens of a round at most. Pins leave
     room for a request of `max_context` tokens; None is for no pins. Without `publish_output` the prefix cache keeps
-    prompts only, without `share_partial` the samples of a prompt share whole pages only.
+    prompts only, without `share_partial` the samples of a prompt share whole pages only. Of a text what is not `kept`
+    goes back while it grows, and it never has more than `table_width` pages: enough for those and what a call writes.
     """
 
     def __init__(
@@ -90,12 +93,15 @@ class Scheduler:
         prefix_cache: bool = True,
         publish_output: bool = True,
         share_partial: bool = True,
+        kept: Kept | None = None,
+        table_width: int | None = None,
     ) -> None:
         self.pages = PageAllocator(num_pages)
-        self.tables = Pages(self.pages, page_size)
+        self.tables = Pages(self.pages, page_size, kept)
         self.cache = RadixCache(self.pages, page_size) if prefix_cache else None
+        self.table_width = table_width or sys.maxsize
         largest = num_pages if max_context is None else self.tables.count(max_context - 1 + look_ahead)
-        self.pins = Pins(self.cache, num_pages - largest)
+        self.pins = Pins(self.cache, num_pages - min(largest, self.table_width))
         self.look_ahead, self.max_emitted, self.max_batch = look_ahead, max_emitted, max_batch
         self.publish_output, self.share_partial = publish_output, share_partial
         self.waiting: list[Running] = []
@@ -103,8 +109,9 @@ class Scheduler:
         self.counters = Counters()
 
     def pages_needed(self, sample: Sample) -> int:
-        """Pages for the prompt, all the tokens it may emit, and the drafts past the last one."""
-        return self.tables.count(self._limit(sample))
+        """Pages for the prompt, all the tokens it may emit, and the drafts past the last one, as far as it has them all
+        at once."""
+        return min(self.tables.count(self._limit(sample)), self.table_width)
 
     @property
     def wanted_rows(self) -> int:
@@ -153,17 +160,18 @@ class Scheduler:
             if budget:
                 self._look_again(running)
             start = running.table.tokens
-            tokens = running.tokens[start : min(start + budget, len(running.tokens) - 1)]
+            tokens = running.tokens[start : min(start + budget, self._room(running), len(running.tokens) - 1)]
             if not tokens:
                 break
-            chunks.append(Chunk(running, start, tokens))
+            chunks.append(Chunk(running, running.table.slots, tokens))
             budget -= len(tokens)
             self.counters.computed_tokens += len(tokens)
             self.tables.commit(running.table, start + len(tokens))
         return chunks
 
     def reserve(self, rounds: int) -> tuple[int, list[tuple[int, Running]]]:
-        """Pages for the next rounds of all decoding rows: how many rounds they do for, and who had to give way.
+        """Pages for the next rounds of all decoding rows, and the next chunk of all others: how many rounds they do
+        for, and who had to give way. What no token to come will see goes back.
 
         Where pages are short it is fewer rounds, and then the last in line goes back to wait; with it comes the row it
         had, which the device still holds.
@@ -171,8 +179,8 @@ class Scheduler:
         gone = []
         while True:
             try:
-                for running in self.decoding.values():
-                    self._take(running, self._slots(running, rounds))
+                for running in self.rows.values():
+                    self._take(running, self._slots(running, rounds if running.prefilled else 1))
             except CapacityError:
                 for running in self.decoding.values():
                     self.tables.trim(running.table)
@@ -207,8 +215,10 @@ class Scheduler:
             final = min(final, prompt)
         whole = final // self.tables.page_size
         if self.cache is not None and whole > running.published:
-            self.cache.insert(running.tokens[:final], running.table.pages, sample.namespace)
-            running.published = whole
+            pages = self.tables.pages_of_text(running.table)
+            known = self.cache.insert(running.tokens[:final], pages, sample.namespace) is not None
+            # What the cache has let go of, and the sample too, is not to be had again.
+            running.published = whole if known else sys.maxsize
             if whole >= prompt // self.tables.page_size:
                 self.pins.keep(sample, prompt)
 
@@ -257,8 +267,9 @@ class Scheduler:
             length = len(running.tokens) - 1
             if not self.share_partial:
                 length -= length % self.tables.page_size
-            prompt = PageTable(parent.table.pages, length)
-            if prompt.tokens % self.tables.page_size == 0 or self._free(1):
+            prompt = PageTable(parent.table.pages, length, parent.table.dropped)
+            whole = prompt.slots % self.tables.page_size == 0
+            if prompt.dropped <= self.tables.droppable(length) and (whole or self._free(1)):
                 running.table, copy = self.tables.fork(prompt)
                 return copy
         pages = self.cache.match(running.tokens, running.sample.namespace) if self.cache else []
@@ -273,10 +284,15 @@ class Scheduler:
         gained = len(found) * self.tables.page_size - table.tokens
         spare = found
         if gained > 0:
-            spare, table.pages[: len(found)] = table.pages[: len(found)], found
+            begin, end = self.tables.first, self.tables.first + table.dropped // self.tables.page_size
+            kept = found[:begin] + found[end:]
+            spare, table.pages[: len(kept)] = found[begin:end] + table.pages[: len(kept)], kept
             self.tables.commit(table, len(found) * self.tables.page_size)
             self._count_hit(running, gained)
         self.pages.release(spare[::-1])
+        if gained > 0:
+            with suppress(CapacityError):  # then the next `reserve` finds room for it
+                self._take(running, self._slots(running, 1))
 
     def _fits(self, running: Running) -> bool:
         """Whether it has pages up to its first round now, with one to spare for each that runs already."""
@@ -286,14 +302,24 @@ class Scheduler:
             return False
         return self._free(len(self.rows))
 
-    def _take(self, running: Running, slots: int) -> None:
-        self._free(self.tables.count(slots) - len(running.table.pages))
-        self.tables.reserve(running.table, slots)
+    def _take(self, running: Running, tokens: int) -> None:
+        """See that so many tokens have slots, as far as a table goes; what need not stay goes back first."""
+        table = running.table
+        self.tables.drop(table)
+        tokens = min(tokens, table.dropped + self.table_width * self.tables.page_size)
+        self._free(self.tables.count(tokens - table.dropped) - len(table.pages))
+        self.tables.reserve(table, tokens)
+
+    def _room(self, running: Running) -> int:
+        """Tokens that its pages do for, those that were given back counted as well."""
+        return running.table.dropped + len(running.table.pages) * self.tables.page_size
 
     def _free(self, count: int) -> bool:
         """See that so many pages are free, at the expense of the prefix cache; whether it could be done."""
         if self.cache is not None and count > self.pages.free:
             self.cache.evict(count - self.pages.free)
+            if self.tables.kept is not None and count > self.pages.free:
+                self.cache.forget(count - self.pages.free)
         return count <= self.pages.free
 
     def _count_admission(self, running: Running) -> None:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.kv import tail
 from jaxspec.kv.bits import as_bits
 from jaxspec.kv.format import Format
+from jaxspec.kv.policy import FULL, Policy
 from jaxspec.parallel import MODEL
 from jaxspec.target import platform
 from jaxspec.types import Sequences
@@ -45,6 +46,8 @@ class PoolSpec:
     """Draft nodes that a tail has room for, where the format has tails."""
     kernels: Kernels = XLA
     """What reads and writes the pages."""
+    policy: Policy = FULL
+    """What tokens see of what is stored."""
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The stored arrays."""
@@ -110,22 +113,24 @@ def write_and_attend(
     k: Float[Array, "R T K D"],
     v: Float[Array, "R T K D"],
     distinct: bool = False,
+    sink_queries: Float[Array, "R T K G D"] | None = None,
 ) -> tuple[Float[Array, "R T K G D"], Pool]:
     """Store the rows' keys and values in one layer; then the attention of their queries over what is stored.
 
-    `distinct` promises that no two rows are of one sequence.
+    `distinct` promises that no two rows are of one sequence; `sink_queries` as in `paged_attention`.
     """
     group = spec.format.group
     if not group:
         pool = append(spec, pool, layer, rows, table, k, v, distinct)
-        return attend(spec, pool, layer, rows, table, ancestors, q), pool
+        return attend(spec, pool, layer, rows, table, ancestors, q, None, sink_queries), pool
     block = tail.own_group(pool, group, layer, rows, k, v)
     pool = tail.extend(pool, group, layer, rows, k, v)
     if ancestors is None:
         end = tail.place(rows.start, group) + rows.count
         pages, offsets = _begin_of_group(spec, rows.sequence, rows.start, table)
         pool = tail.store(spec.format, pool, end >= group, _physical(spec, layer, pages), offsets, block)
-    return attend(spec, pool, layer, rows, table, ancestors, q, tail.visible(block, group, rows)), pool
+    last = tail.visible(block, group, rows)
+    return attend(spec, pool, layer, rows, table, ancestors, q, last, sink_queries), pool
 
 
 def append(
@@ -154,6 +159,7 @@ def attend(
     ancestors,
     q: Float[Array, "R T K G D"],
     last: Tail | None = None,
+    sink_queries: Float[Array, "R T K G D"] | None = None,
 ) -> Float[Array, "R T K G D"]:
     """Attention of one layer's queries over what is stored, the rows' own tokens included."""
     mixed = paged_attention(
@@ -164,8 +170,10 @@ def attend(
         table + layer * spec.num_pages,
         ancestors,
         last,
+        sink_queries,
         page=spec.page_size,
         scale=spec.head_dim**-0.5,
+        variant=spec.policy.variant,
         kernels=spec.kernels,
     )
     return cast(Array, mixed)  # as no mass is asked for

@@ -1,10 +1,12 @@
 """The one transformer: every family is a ModelSpec and a table of tensor names."""
 
+import math
 from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec import parallel, vocabulary
@@ -75,9 +77,22 @@ class Block(nn.Module):
 
 
 def rotation_at(spec: ModelSpec, positions: Int[Array, "R T"]) -> tuple[Float[Array, "R T half"], ...]:
-    """Cosine and sine of the RoPE angles (Su et al., 2021), in float32."""
-    angle = positions[..., None].astype(jnp.float32) * jnp.asarray(spec.inv_freq, jnp.float32)
+    """Cosine and sine of the RoPE angles (Su et al., 2021), in float32, right to 1e-6 rad at any position from 0 on.
+
+    A product in float32 would be wrong by 0.06 rad at position 10^6. So each byte of a position is multiplied by the
+    angle of its unit, in turns as fixed-point fractions: whole turns overflow, and nothing is rounded.
+    """
+    turns = jnp.zeros((), jnp.uint32)
+    for byte, unit in enumerate(_turns(spec.inv_freq)):
+        turns = turns + (positions >> 8 * byte & 255).astype(jnp.uint32)[..., None] * unit
+    angle = jax.lax.bitcast_convert_type(turns, jnp.int32).astype(jnp.float32) * (2 * math.pi / 2**32)
     return jnp.cos(angle), jnp.sin(angle)
+
+
+def _turns(inv_freq: tuple[float, ...]) -> np.ndarray:
+    """uint32 [4, half]: the fractions of a turn, times 2^32, that 1, 2^8, 2^16 and 2^24 positions make."""
+    turns = np.asarray(inv_freq, np.float64) / (2 * np.pi) * 256.0 ** np.arange(4)[:, None]
+    return np.round(turns % 1 * 2**32).astype(np.uint64).astype(np.uint32)
 
 
 def rotate(x: Float[Array, "R T K G D"], rotation) -> Float[Array, "R T K G D"]:
@@ -94,6 +109,7 @@ def _layer(
     pool,
     layer,
     rotation,
+    turn,
     rows,
     table,
     ancestors,
@@ -105,9 +121,12 @@ def _layer(
 ):
     # A jit of its own, so that the unrolled loop traces one layer and not all of them.
     def attend(q, k, v):
+        sink_q = None if turn is None else rotate(q, turn)
         if packing is not None:
-            q, k, v = (a[0][packing.token] for a in (q, k, v))
-        mixed, written = write_and_attend(pool_spec, pool, layer, rows, table, ancestors, q, k, v, distinct=distinct)
+            q, k, v, sink_q = jax.tree.map(lambda a: a[0][packing.token], (q, k, v, sink_q))
+        mixed, written = write_and_attend(
+            pool_spec, pool, layer, rows, table, ancestors, q, k, v, distinct=distinct, sink_queries=sink_q
+        )
         return (mixed if packing is None else mixed[packing.row, packing.column][None]), written
 
     return Block(spec).apply({"params": params}, x, rotation, attend)
@@ -136,19 +155,29 @@ def forward(
     """
     table = sequences.page_table[0]
     rotation = rotation_at(spec, positions)
+    turn = _turn_back(spec, pool_spec.policy.left_out(positions))
     x = embed(params["embed"]["weight"], tokens)
     layer_fn = partial(_layer, spec=spec, pool_spec=pool_spec, distinct=distinct)
     layers = params["layers"]
     if isinstance(layers, tuple):
         for index, layer in enumerate(layers):
-            x, pool = layer_fn(layer, x, pool, jnp.int32(index), rotation, rows, table, ancestors, packing)
+            x, pool = layer_fn(layer, x, pool, jnp.int32(index), rotation, turn, rows, table, ancestors, packing)
     else:
 
         def body(carry, index):
-            return layer_fn(of_layer(layers, index), *carry, index, rotation, rows, table, ancestors, packing), None
+            layer = of_layer(layers, index)
+            return layer_fn(layer, *carry, index, rotation, turn, rows, table, ancestors, packing), None
 
         (x, pool), _ = jax.lax.scan(body, (x, pool), jnp.arange(spec.num_layers))
     return jnp.asarray(RMSNorm(spec.norm_eps).apply({"params": params["norm"]}, x)), pool
+
+
+def _turn_back(spec: ModelSpec, distance: Int[Array, "R T"] | None):
+    """What `rotate` takes to bring a query back by these distances."""
+    if distance is None:
+        return None
+    cos, sin = rotation_at(spec, distance)
+    return cos, -sin
 
 
 def embed(weight: Float[Array, "V E"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch E"]:

@@ -54,7 +54,9 @@ def compile_steps(setup: Setup) -> list[Step]:
     mesh = _mesh(setup)
     kernels = Kernels("tpu", setup.slice.chip)
     plain = Program(setup.target.local, replace(setup.pool, kernels=kernels, look_ahead=0), NONE)
-    own = Program(setup.target.local, replace(setup.pool, kernels=kernels), drafter_of(setup))
+    with jax.set_mesh(mesh):  # what is drafted depends on what it costs there
+        drafter = drafter_of(setup)
+    own = Program(setup.target.local, replace(setup.pool, kernels=kernels), drafter)
     models = Models(_arrays(setup.target.arrays, mesh), _draft(setup, mesh))
     steps = [_round("plain", setup, plain, models._replace(draft={}), mesh)]
     if setup.drafts:
@@ -145,11 +147,12 @@ def _compile(name: str, setup: Setup, program: Program, mesh: Mesh, function: An
 
 
 def _in_layer(hlo: str) -> list[str]:
-    """The sums over devices in the body of a loop over layers: where attention is."""
-    found = []
+    """The sums over devices in the body of a loop over layers: where attention is. tpu7x calls programs of its
+    SparseCores for them."""
+    found, sums = [], r".* all-reduce(?:-start)?\(.*|.*%all-reduce\S* = .* call-start\(.*"
     for body in re.split(r"\n(?=%|ENTRY)", hlo):
         if "/paged_attention" in body:
-            found = max(found, re.findall(r".* all-reduce(?:-start)?\(.*", body), key=len)
+            found = max(found, re.findall(sums, body), key=len)
     return found
 
 

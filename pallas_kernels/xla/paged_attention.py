@@ -86,7 +86,8 @@ def paged_attention(
     if num_rows > FEW:
         order = jnp.argsort(-used)
         asked, used = jax.tree.map(lambda a: a[order], (asked, used))
-    sums = _over_pages(task, asked, _over_sinks(task, asked), used)
+    beyond = asked if variant.window is None else asked._replace(sink_queries=None)
+    sums = _over_pages(task, beyond, _over_sinks(task, asked), used)
     if asked.tail is not None:
         sums = _add(sums, *_of_tail(task, asked, asked.tail))
     out = sums.mixed / jnp.maximum(sums.total, 1e-30)[..., None]

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from jaxspec.bench import kv
 from jaxspec.bench.kv import Bench, Case, Sizes, make_cases, read_text
-from jaxspec.bench.kv_report import make_rows, make_table
+from jaxspec.bench.kv_report import make_onward, make_rows, make_table
 from jaxspec.bench.passkey import Try
 from jaxspec.bench.quality import Marks, Subject, compare
 from jaxspec.config import EngineConfig
@@ -41,11 +42,15 @@ def test_cases_are_formats_of_the_first_weights_and_the_other_weights() -> None:
         Case("float32", "bfloat16"),
         Case("int8", "float32"),
     ]
+    assert make_cases(["float32", "int8"], ["bfloat16", "int8"], ["full", "sinks"])[2:] == [
+        Case("float32", "bfloat16", "sinks"),
+        Case("int8", "bfloat16", "full"),
+    ]
 
 
 def test_rows_say_what_was_measured(bench: Bench) -> None:
     rows = make_rows(bench)
-    assert [(row["weights"], row["kv_dtype"]) for row in rows] == CASES
+    assert [(row["weights"], row["kv_dtype"], row["kv_policy"]) for row in rows] == CASES
     full = 2 * 2 * 2 * 16 * 4  # layers, heads, keys and values, dimension, bytes
     assert [row["bytes_per_token"] for row in rows] == [full, full / 2, full]
     assert [row["compression"] for row in rows] == [0.5, 1.0, 0.5]
@@ -93,9 +98,7 @@ def test_decoding_takes_all_prompts_from_the_text(bench: Bench) -> None:
 
 def test_rows_take_medians_and_ratios_of_one_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(*speeds: list[float]) -> kv.Findings:
-        return kv.Findings(
-            dict(zip(CASES, speeds, strict=True)), {case: [] for case in CASES}, {case: [] for case in CASES}
-        )
+        return kv.Findings(dict(zip(CASES, speeds, strict=True)), *({case: [] for case in CASES} for _ in range(3)))
 
     monkeypatch.setattr(bench, "findings", found([10.0, 1.0, 4.0], [20.0, 3.0, 4.0], [5.0]))
     first, second, third = make_rows(bench)
@@ -111,7 +114,7 @@ def test_the_table_holds_what_there_is(bench: Bench, monkeypatch: pytest.MonkeyP
     nats = np.ones(4, np.float32)
     empty = {case: [] for case in CASES}
     marks = {case: [Marks(nats * (1 + i / 100), nats > 0, nats * i / 1000)] for i, case in enumerate(CASES)}
-    monkeypatch.setattr(bench, "findings", kv.Findings(empty, empty | {CASES[0]: [Try(9, 0.0, True)]}, marks))
+    monkeypatch.setattr(bench, "findings", kv.Findings(empty, empty | {CASES[0]: [Try(9, 0.0, True)]}, marks, empty))
     table = make_table(make_rows(bench), "title")
     assert [list(column.cells) for column in table.columns[4:]] == [
         ["", "", ""],
@@ -128,7 +131,9 @@ def test_what_cannot_work_is_refused(config: EngineConfig) -> None:
         make_cases(["float32"], ["float32", "int3"])
     with pytest.raises(ConfigError, match=r"no quantised weights named 'int3' \(there are: .*int8"):
         make_cases(["float32", "int3"], ["float32"])
-    for names in (([], ["float32"]), (["float32"], [])):
+    with pytest.raises(ConfigError, match=r"no kv_policy named 'h3o' \(there are: full"):
+        Bench(config, make_cases(["float32"], ["float32"], ["h3o"]), TEXT, SIZES)
+    for names in (([], ["float32"]), (["float32"], []), (["float32"], ["float32"], [])):
         with pytest.raises(ConfigError, match="need a name each"):
             make_cases(*names)
     with pytest.raises(ConfigError, match="must be a multiple of 64, not 100"):
@@ -143,6 +148,25 @@ def test_what_cannot_work_is_refused(config: EngineConfig) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             Bench(config, CASES[:1], TEXT, sizes)
+
+
+def test_one_text_is_read_beyond_what_was_trained(config: EngineConfig) -> None:
+    """What a policy lets go of changes nothing before the window is full, and something after."""
+    few = Sizes(tokens=1, window=128, repeats=0, batch=1, context=40, answer=12, lengths=(), reach=640)
+    own = msgspec.structs.replace(config, kv_window=64)
+    bench = Bench(own, make_cases(["float32"], ["float32"], ["full", "window", "sinks"]), TEXT * 2, few)
+    bench.measure()
+    full, window, sinks = (one.surprise for [one] in bench.findings.onward.values())
+    for found, seen in ((window, 64), (sinks, 68)):
+        np.testing.assert_allclose(found[:seen], full[:seen], atol=1e-4)
+        assert len(found) == 639
+        assert np.abs(found[seen:] - full[seen:]).max() > 1e-3
+    first, last = make_rows(bench)[0], make_rows(bench)[2]
+    assert [part["tokens"] for part in last["onward"]] == [81 + 80 * i for i in range(7)] + [640]
+    logs = [np.log(part["perplexity"]) for part in last["onward"]]
+    assert np.average(logs, weights=[80] * 7 + [79]) == pytest.approx(float(sinks.mean()), rel=1e-5)
+    assert (first["held"], last["held"]) == (1, 68 / 640)
+    assert "sinks" in str(list(make_onward(make_rows(bench)).columns[0].cells))
 
 
 def test_the_text_is_pythons_own_or_a_file(tmp_path: Path) -> None:

@@ -2,57 +2,33 @@
 
 from functools import cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.bench.quality import Marks, Subject, compare, figures, read_window
+from jaxspec.bench.quality import Marks, Subject, _table, compare, figures, read_window
 from jaxspec.errors import LoadError
 from jaxspec.kv.format import Format
 from jaxspec.kv.formats import format_names, get_format
+from jaxspec.kv.policy import FULL, Policy
 from jaxspec.kv.pool import PoolSpec
 from jaxspec.types import Params
+from pallas_kernels.layout import Variant
 from tests.driver import SPEC, VOCAB, random_params
+from tests.oracles import dense
 
 PARAMS, OTHER = random_params().target, random_params(1).target
 
 
-def subject(form: str | Format = "float32", params: Params = PARAMS) -> Subject:
+def subject(form: str | Format = "float32", params: Params = PARAMS, policy: Policy = FULL) -> Subject:
     form = get_format(form) if isinstance(form, str) else form
-    return Subject(params, SPEC, PoolSpec(form, SPEC.num_layers, 1, 64, SPEC.num_kv_heads, SPEC.head_dim))
+    shape = SPEC.num_layers, 1, 64, SPEC.num_kv_heads, SPEC.head_dim
+    return Subject(params, SPEC, PoolSpec(form, *shape, policy=policy))
 
 
 def dense_log_probs(params: Params, tokens: np.ndarray) -> np.ndarray:
-    """Log probabilities `[N, VOCAB]` after every token, by attention over a whole matrix in float64."""
-    params = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
-    angle = np.arange(len(tokens))[:, None] * np.array(SPEC.inv_freq)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    after = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
-
-    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + SPEC.norm_eps) * weight
-
-    def turn(x: np.ndarray) -> np.ndarray:
-        first, second = np.split(x, 2, axis=-1)
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-    x = params["embed"]["weight"][tokens]
-    for layer in params["layers"]:
-        h = norm(x, layer["attention_norm"]["weight"])
-        qkv = np.einsum("ne,kgde->nkgd", h, layer["qkv"]["weight"])
-        heads = []
-        for head in range(SPEC.num_heads):
-            kv, q = head // SPEC.group, head % SPEC.group
-            score = turn(qkv[:, kv, q, None])[:, 0] @ turn(qkv[:, kv, -2, None])[:, 0].T * SPEC.head_dim**-0.5
-            score = np.exp(np.where(after, -np.inf, score - score.max()))
-            heads.append(score / score.sum(-1, keepdims=True) @ qkv[:, kv, -1])
-        x = x + np.concatenate(heads, axis=-1) @ layer["o"]["weight"].T
-        gate, up = np.einsum("ne,hme->hnm", norm(x, layer["mlp_norm"]["weight"]), layer["gate_up"]["weight"])
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"]["weight"].T
-    logits = (norm(x, params["norm"]["weight"]) @ params["lm_head"]["weight"].T)[:, :VOCAB]
-    peak = logits.max(-1, keepdims=True)
-    return logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
+    """Log probabilities `[N, VOCAB]` after every token, without a cache and in float64."""
+    return dense.logprobs(params, SPEC, tokens.tolist())
 
 
 @cache
@@ -78,6 +54,17 @@ def test_marks_are_those_of_a_dense_forward() -> None:
     np.testing.assert_array_equal(other.agrees, p.argmax(1) == q.argmax(1))
     assert 0 < other.agrees.mean() < 0.5
     assert told == [320, 320]
+
+
+@pytest.mark.parametrize(("window", "sinks", "by_cache"), [(70, 0, False), (64, 4, True)])
+def test_long_texts_are_written_over_what_no_token_sees(window: int, sinks: int, by_cache: bool) -> None:
+    """In a pool that the text does not fit in, as the pages between sinks and window are used again and again."""
+    text = np.random.default_rng(1).integers(0, VOCAB, 1280)
+    policy = Policy(Variant(window=window, sinks=sinks), by_cache)
+    assert _table(subject(policy=policy).pool, len(text)).max() < 8
+    [marks] = compare([subject(policy=policy)], text.tolist())
+    expected = dense.logprobs(PARAMS, SPEC, text.tolist(), window, sinks, by_cache)[:-1]
+    np.testing.assert_allclose(-marks.surprise, expected[np.arange(1279), text[1:]], atol=1e-4)
 
 
 def test_a_subject_has_no_distance_to_itself() -> None:

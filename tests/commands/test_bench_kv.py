@@ -71,6 +71,18 @@ def test_table_rows_and_plot(run, tmp_path: Path) -> None:
     assert "…" not in out
 
 
+def test_policies_have_a_table_of_their_own_and_a_plot(run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "p.png"
+    options = ["--formats", "float32", "--policies", "full,sinks", "--kv-window", "60", "--reach", "640"]
+    code, out, _ = run(*options, "--plot", str(file))
+    assert code == 0
+    assert "the model was trained for 256" in " ".join(out.split())
+    assert out.count("float32 sinks") == 2
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.slow
 def test_weights_are_compared_with_the_first_format(run, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
@@ -107,6 +119,8 @@ def test_ctrl_c_prints_what_is_done(run, monkeypatch, tmp_path: Path) -> None:
         (["--formats", ","], "need a name each"),
         (["--weights", "float32,int3"], "no quantised weights named 'int3'"),
         (["--window", "100"], "--window must be a multiple of 64"),
+        (["--reach", "100"], "--reach must be a multiple of 64"),
+        (["--policies", "h3o"], "no kv_policy named 'h3o'"),
         (["--window", "512"], "was trained for 256"),
         (["--tokens", "0"], "--tokens"),
         (["--passkey", "long"], "--passkey takes numbers of tokens"),

@@ -40,8 +40,8 @@ def look_up(texts: jax.Array, lengths: jax.Array, key: tuple[int, int]):
     return drafter.propose({}, state, {}, view(progress()), None)[0]
 
 
-def found(texts: list[list[int]], key: tuple[int, int]) -> list[list[int] | None]:
-    padded = np.stack([np.pad(np.int32(text), (0, CONTEXT - len(text)), constant_values=7) for text in texts])
+def found(texts: list[list[int]], key: tuple[int, int], size: int = CONTEXT) -> list[list[int] | None]:
+    padded = np.stack([np.pad(np.int32(text), (0, size - len(text)), constant_values=7) for text in texts])
     proposal = look_up(jnp.asarray(padded), jnp.asarray([len(text) for text in texts]), key)
     return [proposal.tokens[row].tolist() if proposal.valid[row].all() else None for row in range(len(texts))]
 
@@ -51,6 +51,13 @@ def found(texts: list[list[int]], key: tuple[int, int]) -> list[list[int] | None
 def test_equals_a_plain_search(texts: list[list[int]]) -> None:
     for key in LOOKUPS:
         assert found(texts, key) == [search(text, *key) for text in texts]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=CONTEXT - 3, max_size=2 * CONTEXT), min_size=5, max_size=5))
+def test_of_longer_texts_the_last_tokens_are_searched(texts: list[list[int]]) -> None:
+    for key in LOOKUPS:
+        assert found(texts, key, 2 * CONTEXT) == [search(text[-CONTEXT:], *key) for text in texts]
 
 
 def test_output_is_searched_too_and_another_request_is_not() -> None:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from jaxspec.errors import CapacityError
-from jaxspec.host.blocks import Copy, PageAllocator, Pages, PageTable, Waste
+from jaxspec.host.blocks import Copy, Kept, PageAllocator, Pages, PageTable, Waste
 
 
 @pytest.fixture
@@ -191,3 +191,26 @@ def test_release_after_fork_frees_every_page_once(pages: Pages) -> None:
     last = child.pages[2]
     assert pages.release(child) == [last, shared[1], shared[0]]
     assert sorted(pages.allocator.allocate(8)) == list(range(8))
+
+
+def test_what_need_not_stay_goes_back_from_the_middle(allocator: PageAllocator) -> None:
+    pages = Pages(allocator, 4, Kept(first=3, last=6))
+    table = PageTable()
+    pages.reserve(table, 26)
+    first, gone, others = table.pages[0], table.pages[1:4], table.pages[4:]
+    pages.commit(table, 21)
+    assert pages.drop(table) == gone[1::-1]  # of tokens 0 to 20 those from 15 on stay, and page 3 begins with 12
+    assert (table.pages, table.dropped, table.slots) == ([first, gone[2], *others], 8, 13)
+    assert pages.drop(table) == []
+    pages.commit(table, 22)
+    assert pages.drop(table) == gone[2:]
+    assert pages.pages_of_text(table) == [first, None, None, None, *others]
+    assert (pages.waste(table), pages.droppable(22)) == (Waste(2, 4), 12)
+    assert pages.reserve(table, 28) == []
+    pages.commit(table, 24)
+    assert pages.trim(table) == others[-1:]
+    fork, copy = pages.fork(table)
+    assert (fork, copy) == (PageTable(table.pages, 24, 12), None)
+    pages.release(fork)
+    assert set(pages.release(table)) == {first, *others[:-1]}
+    assert (table, allocator.free) == (PageTable(), 8)

@@ -319,3 +319,33 @@ def test_eviction_does_not_walk_the_whole_tree_for_each_page(cache: Cache) -> No
     cache.allocator.references = lambda page: looks.append(page) or references(page)
     assert [cache.evict(1) for _ in range(30)] == [1] * 30
     assert len(looks) <= 60
+
+
+def test_pages_that_were_given_back_are_found_in_the_tree_or_the_text_ends_there(cache: Cache) -> None:
+    pages = cache.allocator.allocate(4)
+    cache.insert(text("abc"), pages[:3], MODEL)
+    cache.allocator.release(pages[1:3])
+    assert cache.insert(text("abcd"), [pages[0], None, None, pages[3]], MODEL) == 1
+    assert cache.look(text("abcd")) == pages
+    assert cache.evict(9) == 0  # for somebody holds the last one
+    assert cache.forget(1) == 1
+    assert cache.look(text("abcd")) == pages[:2]
+    assert cache.insert(text("abcd"), [pages[0], None, None, pages[3]], MODEL) is None
+    assert (cache.cached, cache.allocator.references(pages[3])) == (2, 1)
+    cache.allocator.release([pages[0], pages[3]])
+    assert (cache.evict(9), cache.allocator.free) == (2, 32)
+
+
+def test_what_is_forgotten_is_no_more_than_need_be_and_never_pinned(cache: Cache) -> None:
+    for ends in ("ab", "abcd", "abxy", "pq"):
+        cache.keep(text(ends))
+    held = [cache.match(text(ends), MODEL) for ends in ("abcd", "abxy", "pq")]
+    for pages in held:
+        cache.allocator.release(pages[:-1])
+    cache.pin(text("pq"), MODEL, math.inf)
+    assert (cache.evict(9), cache.forget(0), cache.cached) == (0, 0, 8)
+    assert cache.forget(1) == 1
+    assert [len(cache.look(text(ends))) for ends in ("abcd", "abxy", "pq")] == [2, 4, 2]
+    assert cache.forget(9) == 3
+    assert [len(cache.look(text(ends))) for ends in ("abcd", "abxy", "pq")] == [0, 0, 2]
+    assert cache.cached == 2

@@ -5,18 +5,29 @@ import random
 
 import pytest
 
+from jaxspec.host.blocks import Kept
 from tests.oracles.scheduling import LEVEL, Device, add, empty, make
 
 
+def books(rng: random.Random, page: int, kept: Kept | None) -> dict:
+    """Options of a scheduler whose pool is hardly larger than what one request needs."""
+    most, ahead = rng.choice([(1, 0), (4, 3), (3, 7)])
+    least = -(-(30 + 20 + ahead) // page)
+    options = {"look_ahead": ahead, "max_emitted": most, "kept": kept}
+    if kept is not None:
+        written = max(15 * most + 1 + ahead, 3 * page + 5)
+        options["table_width"] = -(-kept.first // page) + -(-(kept.last + written - 1) // page) + 1
+        least = min(least, options["table_width"])
+    return options | {"pages": least + rng.randrange(20 // page + 2)}
+
+
+@pytest.mark.parametrize("kept", [None, Kept(0, 3), Kept(4, 9)])
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("page", [1, 3, 4, 16])
-def test_any_work_gets_done_and_everyone_sees_their_own_text(page: int, cache: bool):
+def test_any_work_gets_done_and_everyone_sees_their_own_text(page: int, cache: bool, kept: Kept | None):
     for seed in range(6):
         rng = random.Random(1000 * page + seed)
-        most, ahead = rng.choice([(1, 0), (4, 3), (3, 7)])
-        pages = -(-(30 + 20 + ahead) // page) + rng.randrange(20 // page + 2)
-        books = {"max_batch": 5, "max_context": 50, "prefix_cache": cache}
-        scheduler = make(pages, page, look_ahead=ahead, max_emitted=most, **books)
+        scheduler = make(page=page, max_batch=5, max_context=50, prefix_cache=cache, **books(rng, page, kept))
         device, added, aborted = Device(scheduler, rng), 0, set()
         steps = pinned = 0
         while added < 25 or scheduler.waiting or scheduler.rows:

@@ -47,8 +47,11 @@ def random_params(spec: ModelSpec = SPEC, dtype: Any = jnp.float32) -> Params:
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(leaf.ndim == 1, 0.2, leaf.shape), leaf.dtype), shapes)
 
 
-def feed(params: Params, chunk: int, spec: ModelSpec = SPEC, kv: str = "float32") -> tuple[np.ndarray, Pool]:
-    """Hidden states of TOKENS written `chunk` at a time, one row a call, and the pool they leave."""
+def feed(
+    params: Params, chunk: int, spec: ModelSpec = SPEC, kv: str = "float32", offset: int = 0
+) -> tuple[np.ndarray, Pool]:
+    """Hidden states of TOKENS written `chunk` at a time, one row a call, and the pool they leave; the text begins at
+    position `offset`."""
     width = -(-len(TOKENS) // PAGE)
     pool_spec = PoolSpec(get_format(kv), spec.num_layers, width + 2, PAGE, spec.num_kv_heads, spec.head_dim)
     table = jnp.asarray(np.random.default_rng(1).permutation(width + 2)[None, None, :width], jnp.int32)
@@ -57,7 +60,7 @@ def feed(params: Params, chunk: int, spec: ModelSpec = SPEC, kv: str = "float32"
 
     @partial(jax.jit, donate_argnums=1)
     def call(params, pool, rows, tokens):
-        positions = rows.start[:, None] + jnp.arange(chunk)
+        positions = offset + rows.start[:, None] + jnp.arange(chunk)
         return forward(params, spec, pool_spec, rows, tokens, positions, None, pool, sequences)
 
     pool, hidden = pool_spec.allocate(1), []
@@ -124,6 +127,21 @@ def test_rotation_is_a_rotation_by_position() -> None:
     np.testing.assert_allclose(jnp.sum(at(q, 17) ** 2), jnp.sum(q**2), rtol=1e-5)
     np.testing.assert_allclose(jnp.sum(at(q, 9) * at(k, 4)), jnp.sum(at(q, 25) * at(k, 20)), rtol=1e-4, atol=1e-5)
     assert abs(jnp.sum(at(q, 9) * at(k, 4)) - jnp.sum(at(q, 9) * at(k, 5))) > 1e-3
+
+
+def test_angles_are_right_at_any_position() -> None:
+    positions = np.array([[0, 1, 255, 8_191, 65_536, 10**6, 10**6 + 1, 2**24 + 1, 2**30 - 1]])
+    angles = positions[..., None] * np.float64(np.float32(SPEC.inv_freq))
+    spec = replace(SPEC, inv_freq=tuple(np.float32(SPEC.inv_freq).tolist()))
+    cos, sin = jax.jit(partial(rotation_at, spec))(jnp.asarray(positions, jnp.int32))
+    np.testing.assert_allclose(cos, np.cos(angles), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(sin, np.sin(angles), rtol=0, atol=2e-6)
+
+
+def test_a_text_says_the_same_a_million_positions_further_on() -> None:
+    """Distances between queries and keys are all that counts, and stay right."""
+    here, there = (feed(random_params(), 8, offset=offset)[0] for offset in (0, 10**6))
+    np.testing.assert_allclose(there, here, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -86,6 +86,7 @@ def check(scheduler: Scheduler) -> None:
     assert scheduler.pages.free + len(held(scheduler) | cached) == scheduler.pages.num_pages
     for row, running in scheduler.rows.items():
         assert running.row == row
+        assert len(running.table.pages) <= scheduler.table_width
         uses = [r for r in scheduler.rows.values() if set(r.table.pages) & set(running.table.pages[-1:])]
         if running.table.tokens % scheduler.tables.page_size:
             assert uses == [running]
@@ -130,7 +131,9 @@ class Device:
             running.saved = None
         chunks = self.scheduler.next_chunks(chunk)
         assert sum(len(c.tokens) for c in chunks) <= chunk
-        for running, start, tokens in chunks:
+        for running, slot, tokens in chunks:
+            start = slot + running.table.dropped
+            self.see(running, start)
             self.write(running, start, running.tokens[: start + len(tokens)])
         for running, _, _ in chunks:
             self.scheduler.publish(running)
@@ -139,7 +142,8 @@ class Device:
             running.saved = len(running.tokens)
         self.flight = rounds, self.scheduler.decoding
         for running in self.flight[1].values():
-            self.see(running)
+            assert running.table.tokens == len(running.tokens) - 1
+            self.see(running, running.table.tokens)
             self.scribble(running, rounds)
         check(self.scheduler)
 
@@ -160,21 +164,29 @@ class Device:
                 self.done.append(running)
 
     def write(self, running: Running, start: int, text: list[int]) -> None:
-        for slot in range(start, len(text)):
-            page = running.table.pages[slot // self.size]
+        pages = self.scheduler.tables.pages_of_text(running.table)
+        for place in range(start, len(text)):
+            page = pages[place // self.size]
             assert self.scheduler.pages.references(page) == 1, "a page that others hold is final"
-            self.memory[page][slot % self.size] = hash((running.sample.namespace, *text[: slot + 1]))
+            self.memory[page][place % self.size] = hash((running.sample.namespace, *text[: place + 1]))
 
     def scribble(self, running: Running, rounds: int) -> None:
         """Drafts go to every slot that the rounds may write."""
-        slots = running.table.tokens + (rounds - 1) * self.scheduler.max_emitted + 1 + self.scheduler.look_ahead
-        for slot in range(running.table.tokens, min(slots, len(running.table.pages) * self.size)):
-            assert self.scheduler.pages.references(running.table.pages[slot // self.size]) == 1
-            self.memory[running.table.pages[slot // self.size]][slot % self.size] = None
+        most = running.table.tokens + (rounds - 1) * self.scheduler.max_emitted + 1 + self.scheduler.look_ahead
+        left = len(running.sample.prompt_ids) + running.sample.max_tokens - 1 + self.scheduler.look_ahead
+        pages = self.scheduler.tables.pages_of_text(running.table)
+        for place in range(running.table.tokens, min(most, left)):
+            assert self.scheduler.pages.references(pages[place // self.size]) == 1
+            self.memory[pages[place // self.size]][place % self.size] = None
 
-    def see(self, running: Running) -> None:
-        text = running.tokens
-        assert running.table.tokens == len(text) - 1
-        for slot in range(running.table.tokens):
-            expected = hash((running.sample.namespace, *text[: slot + 1]))
-            assert self.memory[running.table.pages[slot // self.size]][slot % self.size] == expected
+    def see(self, running: Running, end: int) -> None:
+        """What the token at `end` sees is there."""
+        text, kept, pages = (
+            running.tokens,
+            self.scheduler.tables.kept,
+            self.scheduler.tables.pages_of_text(running.table),
+        )
+        for place in range(end):
+            if kept is None or place < kept.first or place >= end - kept.last:
+                expected = hash((running.sample.namespace, *text[: place + 1]))
+                assert self.memory[pages[place // self.size]][place % self.size] == expected

@@ -14,6 +14,7 @@ import numpy as np
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.host.request import CompletionOutput
+from jaxspec.kv.policy import FULL, Policy
 from jaxspec.kv.tail import TAIL
 from jaxspec.models.loading import LoadedModel
 from tests.oracles import toy_forward
@@ -151,12 +152,12 @@ class Expected(NamedTuple):
     reason: str
 
 
-def expected(loaded: LoadedModel, item: Work, index: int) -> Expected:
+def expected(loaded: LoadedModel, item: Work, index: int, policy: Policy = FULL) -> Expected:
     """What the toy's text is by the oracle."""
     params, tokenizer = item.params, loaded.tokenizer
     stop_ids = (() if params.ignore_eos else tokenizer.eos_ids) + tuple(params.stop_token_ids)
     limit = min(params.max_tokens, toy_forward.CONTEXT - len(item.prompt))
-    tokens, logprobs, stopped = toy_forward.write(item.prompt, params, params.seed or 0, index, limit, stop_ids)
+    tokens, logprobs, stopped = toy_forward.write(item.prompt, params, params.seed or 0, index, limit, stop_ids, policy)
     for end in range(1, len(tokens) + 1):
         text = tokenizer.decode(tokens[:end])
         found = [text.index(stop) for stop in params.stop_strings if stop in text]
@@ -165,26 +166,26 @@ def expected(loaded: LoadedModel, item: Work, index: int) -> Expected:
     return Expected(tokens, logprobs, tokenizer.decode(tokens), "stop" if stopped else "length")
 
 
-def compare(loaded: LoadedModel, work: list[Work], results: Results) -> None:
+def compare(loaded: LoadedModel, work: list[Work], results: Results, policy: Policy = FULL) -> None:
     """Every text is the oracle's, and there are no more and no fewer than were asked for."""
     for item in work:
-        for index, drawn in enumerate(_ranked(loaded, item)[: item.params.n]):
+        for index, drawn in enumerate(_ranked(loaded, item, policy)[: item.params.n]):
             got = results.pop((item.name, index), None)
             if got is None:
                 assert item.goes is not None
                 continue
-            wanted = expected(loaded, item, drawn)
+            wanted = expected(loaded, item, drawn, policy)
             assert got.token_ids == wanted.tokens, f"{item.name} sample {index} at {_differ(got, wanted)}"
             assert (got.text, got.finish_reason) == (wanted.text, wanted.reason)
             np.testing.assert_allclose([entry.logprob for entry in got.logprobs], wanted.logprobs, atol=1e-3)
     assert not results
 
 
-def _ranked(loaded: LoadedModel, item: Work) -> list[int]:
+def _ranked(loaded: LoadedModel, item: Work, policy: Policy) -> list[int]:
     """The samples of a request in the order in which they must come: where they compete, by their mean."""
     order = list(range(item.params.samples))
     if item.params.best_of is not None:
-        order.sort(key=lambda index: -float(np.mean(expected(loaded, item, index).logprobs)))
+        order.sort(key=lambda index: -float(np.mean(expected(loaded, item, index, policy).logprobs)))
     return order
 
 
@@ -200,7 +201,13 @@ def until_a_near_tie(output: CompletionOutput) -> int:
 
 
 def some_work(
-    loaded: LoadedModel, rng: random.Random, page: int, count: int = 10, aborts: float = 0.0, rush: bool = False
+    loaded: LoadedModel,
+    rng: random.Random,
+    page: int,
+    count: int = 10,
+    aborts: float = 0.0,
+    rush: bool = False,
+    policy: Policy = FULL,
 ) -> list[Work]:
     """Requests of all kinds at any time; many begin like an earlier one, or go on from its answer.
 
@@ -212,10 +219,10 @@ def some_work(
         prompt = some_ids(rng, rng.choice([1, page, page + 1, rng.randint(1, 40)]))
         if rng.random() < 0.6:
             before = rng.choice(work)
-            answer = expected(loaded, before, 0).tokens if rng.random() < 0.6 else []
+            answer = expected(loaded, before, 0, policy).tokens if rng.random() < 0.6 else []
             prompt = (before.prompt + answer)[: rng.choice([99, 99, rng.randint(1, 99)])] + prompt[: rng.randint(0, 5)]
         prompt = prompt[: 12 if rush else 90]
-        params = some_params(loaded, prompt, rng, rng.choice([rng.randint(3, 24), 24, 30]) if not rush else 45)
+        params = some_params(loaded, prompt, rng, rng.choice([rng.randint(3, 24), 24, 30]) if not rush else 45, policy)
         comes = 0 if rush else rng.choice([0, rng.randrange(30)])
         goes = comes + rng.randrange(20) if rng.random() < aborts else None
         work.append(Work(f"{number}", prompt, params, comes, goes))
@@ -226,7 +233,9 @@ def some_ids(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3, toy_forward.KNOWN) for _ in range(length)]
 
 
-def some_params(loaded: LoadedModel, prompt: list[int], rng: random.Random, most: int) -> SamplingParams:
+def some_params(
+    loaded: LoadedModel, prompt: list[int], rng: random.Random, most: int, policy: Policy = FULL
+) -> SamplingParams:
     kinds = [
         {},
         {"stop_token_ids": [rng.randrange(3, 120)]},
@@ -238,7 +247,7 @@ def some_params(loaded: LoadedModel, prompt: list[int], rng: random.Random, most
     params = {"max_tokens": most, "seed": rng.randrange(2**63), "logprobs": 0, "priority": rng.choice([0, 0, 1])}
     params |= rng.choice(kinds)
     if rng.random() < 0.3 and "min_tokens" not in params:
-        text = expected(loaded, Work("", prompt, SamplingParams(**params)), 0).text
+        text = expected(loaded, Work("", prompt, SamplingParams(**params)), 0, policy).text
         at = rng.randrange(max(len(text) - 2, 1))
         params["stop"] = [text[at : at + 2], "never"] if text[at : at + 2].isascii() and text[at:] else ["never"]
     return SamplingParams(**params)

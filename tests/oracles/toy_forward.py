@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxspec import noise
 from jaxspec.config import SamplingParams
+from jaxspec.kv.policy import FULL, Policy
 from jaxspec.kv.pool import append
 from jaxspec.models.spec import ModelSpec
 from pallas_kernels import visible_slots
@@ -53,7 +54,9 @@ def forward(
         tokens, positions = tokens[0][packing.token], positions[0][packing.token]
     table, page = sequences.page_table[0], pool_spec.page_size
     slots = jnp.arange(table.shape[1] * page)
-    visible = visible_slots(rows, slots, tokens.shape[1], ancestors)
+    variant, left_out = pool_spec.policy.variant, pool_spec.policy.left_out(positions)
+    visible = visible_slots(rows, slots, tokens.shape[1], ancestors, variant)
+    times = 1 if left_out is None else 1 + left_out[..., None] * (slots < variant.sinks)
     state = tokens
     for layer in range(spec.num_layers):
         k, v = (a.astype(jnp.float32)[..., None, None] for a in (state, positions))
@@ -63,7 +66,7 @@ def forward(
             pool_spec.format.read(pool, pages, which).reshape(rows.start.shape[0], -1).astype(jnp.int32)
             for which in (0, 1)
         )
-        added = jnp.where(visible, _mixed(layer, states, places)[:, None], 0)
+        added = jnp.where(visible, _mixed(layer, states, places)[:, None] * times, 0)
         state = jnp.sum(added, axis=-1) % PRIME
     hidden = jnp.stack([state, tokens], axis=-1).astype(jnp.float32)
     return (hidden if packing is None else hidden[packing.row, packing.column][None]), pool
@@ -89,29 +92,39 @@ class Text(NamedTuple):
 
 
 def write(
-    prompt: Sequence[int], params: SamplingParams, seed: int, sample: int, limit: int, stop_ids: tuple[int, ...]
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    sample: int,
+    limit: int,
+    stop_ids: tuple[int, ...],
+    policy: Policy = FULL,
 ) -> Text:
     """What the engine must emit, one token after the other."""
     gumbel = _noise(seed, sample, limit) if params.temperature else None
-    states, output, logprobs = [0] * SPEC.num_layers, [], []
-    for position, token in enumerate(prompt):
-        hashed = _advance(states, token, position)
+    sums, output, logprobs = [[0] for _ in range(SPEC.num_layers)], [], []
+    for token in prompt:
+        hashed = _advance(sums, token, policy)
     while True:
         logits = _logits(np.array(hashed), np.array(token), np)
         token = _pick(logits, params, prompt, output, stop_ids, None if gumbel is None else gumbel[len(output)])
-        position += 1
         output.append(token)
         logprobs.append(float(logits[token] - np.log(np.exp(logits.astype(np.float64)).sum())))
         if token in stop_ids or len(output) == limit:
             return Text(output, logprobs, token in stop_ids)
-        hashed = _advance(states, token, position)
+        hashed = _advance(sums, token, policy)
 
 
-def _advance(states: list[int], state: int, position: int) -> int:
-    """The hash after one more token; `states` are the running sums of each layer."""
-    for layer in range(len(states)):
-        states[layer] = (states[layer] + _mixed(layer, state, position)) % PRIME
-        state = states[layer]
+def _advance(sums: list[list[int]], state: int, policy: Policy) -> int:
+    """The hash after one more token; `sums` are those of each layer, of all tokens before each."""
+    window, sinks = policy.variant.window, policy.variant.sinks
+    for layer, running in enumerate(sums):
+        position = len(running) - 1
+        running.append(running[-1] + _mixed(layer, state, position))
+        begin = 0 if window is None else max(position + 1 - window, 0)
+        left_out = max(begin - sinks, 0) if policy.by_cache else 0
+        state = (running[-1] - running[begin] + running[min(sinks, begin)]) % PRIME
+        state = (state + left_out * running[min(sinks, position + 1)]) % PRIME
     return state
 
 
