@@ -195,6 +195,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Prompt tokens written between two rounds at most: running requests wait no longer than for these."""
     prefix_cache: bool = True
     """Keep the pages of finished and running texts for requests that begin alike."""
+    offload_memory: float = 0.0
+    """GiB of the host's memory, for each replica, for pages that the prefix cache has to give up; 0 is none."""
+    offload_disk: float = 0.0
+    """GiB of files for them, which a later engine with the same model finds again; 0 is none."""
+    offload_folder: str | None = None
+    """Where the files are; None is pages in the cache folder."""
     page_size: int | None = None
     """Token slots a page; None is 64 on the CPU, elsewhere 128, or 256 of 8-bit numbers."""
     implementation: str = "auto"
@@ -263,10 +269,34 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 self.prefill_chunk >= 1 and self.prefill_chunk % PREFILL_ROW == 0,
                 f"prefill_chunk must be a multiple of {PREFILL_ROW}, not {self.prefill_chunk}",
             ),
+            *self._offload_checks(),
             (self.page_size is None or self.page_size >= 1, f"page_size must be 1 or more, not {self.page_size}"),
         ):
             if not ok:
                 raise ConfigError(what)
+
+    def _offload_checks(self) -> list[tuple[bool, str]]:
+        offloads = self.offload_memory > 0 or self.offload_disk > 0
+        return [
+            (self.offload_memory >= 0, f"offload_memory must be 0 GiB or more, not {self.offload_memory}"),
+            (self.offload_disk >= 0, f"offload_disk must be 0 GiB or more, not {self.offload_disk}"),
+            (
+                self.offload_folder is None or self.offload_disk > 0,
+                "offload_folder is for offload_disk: say how many GiB",
+            ),
+            (
+                not offloads or self.prefix_cache,
+                "offload_memory and offload_disk keep pages of the prefix cache, which is off: leave them or that out",
+            ),
+            (
+                not offloads or self.distributed is None,
+                "offload_memory and offload_disk need one process: leave them or distributed out",
+            ),
+            (
+                not self.offload_disk or self.data_parallel == 1,
+                "offload_disk needs one replica: leave it or data_parallel out, or take offload_memory",
+            ),
+        ]
 
 
 class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from jaxspec import parallel, vocabulary
-from jaxspec.kv.pool import duplicate, partition
+from jaxspec.kv.pool import Pool, duplicate, partition, put_pages, take_pages
 from jaxspec.kv.tail import TAIL
 from jaxspec.models.transformer import forward
 from jaxspec.program import NEUTRAL, Program
@@ -40,9 +40,10 @@ def init_state(program: Program, batch: int, table_width: int, mesh: Mesh | None
     """An empty state: no row is active. It is on the devices of a mesh, or on the default one."""
     words: Any = P(None, parallel.MODEL)
     all_of_it: Any = P()
+    pool, draft_pool = partitions_of(program)
     specs = DecodeState(
-        pool=partition(program.pool),
-        draft_pool=partition(program.draft_pool, program.drafter.model.share > 1) if program.draft_pool else {},
+        pool=pool,
+        draft_pool=draft_pool,
         sequences=all_of_it,
         progress=all_of_it,
         sampling=all_of_it,
@@ -50,6 +51,12 @@ def init_state(program: Program, batch: int, table_width: int, mesh: Mesh | None
         drafter=all_of_it,
     )
     return parallel.on_each(partial(_empty_state, program, batch, table_width), specs, mesh=mesh)
+
+
+def partitions_of(program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How the devices of a mesh share the arrays of the pool, and of the draft's."""
+    draft = program.draft_pool
+    return partition(program.pool), partition(draft, program.drafter.model.share > 1) if draft else {}
 
 
 def _empty_state(program: Program, batch: int, table_width: int) -> DecodeState:
@@ -152,6 +159,53 @@ def copy_page(state: DecodeState, source: Int[Array, ""], target: Int[Array, ""]
     return state._replace(pool=pool, draft_pool=draft_pool)
 
 
+class Stored(NamedTuple):
+    """Pages as they are stored, `[N, L, ..]` an array: what a tier keeps of them, bit for bit."""
+
+    pool: Pool
+    draft_pool: Pool
+
+
+def specs_of_stored(pool: dict[str, Any], draft_pool: dict[str, Any]) -> Stored:
+    """How pages are shared, by how the arrays of the pools are."""
+
+    def pages(of: dict[str, Any]) -> dict[str, Any]:
+        return {name: P(None, *spec) for name, spec in of.items() if name != TAIL}
+
+    return Stored(pages(pool), pages(draft_pool))
+
+
+def page_of(state: DecodeState, program: Program) -> Stored:
+    """Shapes and types of one page `[L, ..]`, over all devices that share it."""
+
+    def one(pool: dict[str, Any]) -> dict[str, Any]:
+        pages = {name: array for name, array in pool.items() if name != TAIL}
+        layers = {name: (array.shape[0] // program.pool.num_pages, *array.shape[1:]) for name, array in pages.items()}
+        return {name: jax.ShapeDtypeStruct(layers[name], array.dtype) for name, array in pages.items()}
+
+    return Stored(one(state.pool), one(state.draft_pool))
+
+
+@partial(jax.jit, static_argnames="program")
+@_on_each_device(lambda state: specs_of_stored(state.pool, state.draft_pool))
+def read_pages(state: DecodeState, pages: Int[Array, "N"], *, program: Program) -> Stored:
+    """Copies of pages of every layer, the drafter's included."""
+    draft = program.draft_pool
+    return Stored(
+        take_pages(program.pool, state.pool, pages), take_pages(draft, state.draft_pool, pages) if draft else {}
+    )
+
+
+@partial(jax.jit, static_argnames="program", donate_argnames="state")
+@_on_each_device()
+def write_pages(state: DecodeState, pages: Int[Array, "N"], stored: Stored, *, program: Program) -> DecodeState:
+    """The pages with what `read_pages` found in some; those out of range are padding."""
+    pool, draft_pool = put_pages(program.pool, state.pool, pages, stored.pool), state.draft_pool
+    if program.draft_pool is not None:
+        draft_pool = put_pages(program.draft_pool, draft_pool, pages, stored.draft_pool)
+    return state._replace(pool=pool, draft_pool=draft_pool)
+
+
 class Saved(NamedTuple):
     """All that a row knows besides its pages: a request that gave way goes on from it in any row."""
 
@@ -159,34 +213,48 @@ class Saved(NamedTuple):
     sampling: Sampling
     history: History
     drafter: Any
+    tail: Pool
+    """The group that it is in, where the format has such."""
 
 
 def _of_saved(state: DecodeState) -> Saved:
     words: Any = P(parallel.MODEL)
     all_of_it: Any = P()
-    return Saved(all_of_it, all_of_it, words, all_of_it)
+    tail: dict[str, Any] = {name: P(*spec[1:]) for name, spec in state.pool.items() if name == TAIL}
+    return Saved(all_of_it, all_of_it, words, all_of_it, tail)
+
+
+def _saved(state: DecodeState) -> Saved:
+    """Of all rows."""
+    tail = {name: array for name, array in state.pool.items() if name == TAIL}
+    return Saved(state.progress, state.sampling, state.history, state.drafter, tail)
 
 
 @jax.jit
 @_on_each_device(_of_saved)
 def save_row(state: DecodeState, row: Int[Array, ""]) -> Saved:
     """Of a request that gives way."""
-    kept = Saved(state.progress, state.sampling, state.history, state.drafter)
-    return jax.tree.map(lambda a: a[row], kept)
+    return jax.tree.map(lambda a: a[row], _saved(state))
 
 
 @partial(jax.jit, donate_argnames="state")
 @_on_each_device()
 def restore_row(state: DecodeState, row: Int[Array, ""], length: Int[Array, ""], saved: Saved) -> DecodeState:
     """Give a row to a request that had one before; `length` slots are committed once its tokens are written again."""
-    now = Saved(state.progress, state.sampling, state.history, state.drafter)
-    then = jax.tree.map(lambda old, new: old.at[row].set(new), now, saved)
+    then = jax.tree.map(lambda old, new: old.at[row].set(new), _saved(state), saved)
     sequences = state.sequences._replace(
         length=state.sequences.length.at[:, row].set(length),
         dropped=state.sequences.dropped.at[:, row].set(0),
         position=state.sequences.position.at[row].set(length),
     )
-    return state._replace(sequences=sequences, **then._asdict())
+    return state._replace(
+        pool=state.pool | then.tail,
+        sequences=sequences,
+        progress=then.progress,
+        sampling=then.sampling,
+        history=then.history,
+        drafter=then.drafter,
+    )
 
 
 def select_rows(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:

@@ -15,9 +15,11 @@ from jaxspec.host.metrics import Metrics, Status
 from jaxspec.host.output import Contest, Emitted, Transcript
 from jaxspec.host.packing import packed, parts_of, shapes_of
 from jaxspec.host.request import Sample, TextDelta, TokenLogprobs
-from jaxspec.host.scheduler import Admission, Chunk, Running, Scheduler
+from jaxspec.host.running import Running
+from jaxspec.host.scheduler import Admission, Chunk, Scheduler
 from jaxspec.implementation import kernels_of
 from jaxspec.models.loading import LoadedModel
+from jaxspec.offloading import offload_of
 from jaxspec.program import Finish, Program
 from jaxspec.sampling import sampling_row
 from jaxspec.sizes import context_of, kept_of, pool_of
@@ -71,6 +73,7 @@ class Engine:
             share_partial=not pool.format.group,
             kept=kept_of(pool.policy, drafter),
             table_width=self._table_width,
+            offload=offload_of(config, self.device),
         )
         self.metrics = Metrics(self.scheduler.counters)
         self._buckets = [b for b in BATCH_BUCKETS if b < config.max_batch] + [config.max_batch]
@@ -102,10 +105,13 @@ class Engine:
         return self.scheduler.pins.lift(prompt, cache_salt)
 
     def figures(self) -> dict[str, Any]:
-        """How it has done (see `Metrics.as_dict`), and the bytes that a token, and a tail if there is one, take."""
-        pool = self.program.pool
+        """How it has done (see `Metrics.as_dict`), and the bytes that a token, and a tail if there is one, take.
+
+        With host memory or disk for the cache also `offload`: see `Offload.figures`.
+        """
+        pool, offload = self.program.pool, self.scheduler.offload
         memory = {"kv_bytes_per_token": pool.token_bytes, "kv_tail_bytes": pool.tail_bytes}
-        return self.metrics.as_dict() | memory
+        return self.metrics.as_dict() | memory | ({"offload": offload.figures()} if offload else {})
 
     def add_chat(self, request_id: str, messages: list[dict], params: SamplingParams) -> None:
         """Queue a conversation, written out by the model's chat template. Raises RequestError."""
@@ -153,6 +159,8 @@ class Engine:
         self.scheduler.pins.tick(time.perf_counter())
         news = self._read()
         self._dispatch()
+        if self.scheduler.offload is not None:
+            self.scheduler.offload.settle()
         told = [self._tell(piece) for piece in news]
         self.metrics.take(told, self.scheduler)
         return [delta for raw in told for delta in self._chosen(raw)]

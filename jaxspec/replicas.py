@@ -34,8 +34,11 @@ class Replicas:
 
     def figures(self) -> dict[str, Any]:
         """As of `Engine.figures`, of all engines together."""
-        memory = {name: value for name, value in self.engines[0].figures().items() if name.startswith("kv_")}
-        return Metrics.of_all([engine.metrics for engine in self.engines]).as_dict() | memory
+        each = [engine.figures() for engine in self.engines]
+        more = {name: value for name, value in each[0].items() if name.startswith("kv_")}
+        if "offload" in each[0]:
+            more["offload"] = {name: sum(one["offload"][name] for one in each) for name in each[0]["offload"]}
+        return Metrics.of_all([engine.metrics for engine in self.engines]).as_dict() | more
 
     def add(self, request_id: str, prompt: str | list[int], params: SamplingParams) -> None:
         """As of `Engine.add`."""

@@ -4,18 +4,23 @@ An engine needs nothing else of the devices, so its calls can be sent to other p
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxspec import decode
+from jaxspec.host.offload import AT_ONCE
 from jaxspec.program import Program
 from jaxspec.target import platform
 from jaxspec.types import Models, Output, Sampling
 from pallas_kernels import Rows
+
+PINNED = "pinned_host"
+"""Memory of the host that devices copy to by themselves."""
 
 
 class Worker:
@@ -47,6 +52,39 @@ class Worker:
     def copy_page(self, source: int, target: int) -> None:
         """A page of every layer becomes another's."""
         self.state = decode.copy_page(self.state, np.int32(source), np.int32(target), program=self.program)
+
+    def read_pages(self, pages: Sequence[int]) -> decode.Stored:
+        """Begin to copy at most AT_ONCE pages to the host: what is written from now on does not touch the copy."""
+        stored = decode.read_pages(self.state, _padded(pages, pages[0]), program=self.program)
+        if platform() != "cpu":
+            stored = jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind(PINNED)), stored)
+        jax.tree.map(lambda a: a.copy_to_host_async(), stored)
+        return stored
+
+    def is_read(self, stored: decode.Stored) -> bool:
+        """Whether the copy is whole, so that `take_pages` does not wait."""
+        return all(a.is_ready() for a in jax.tree.leaves(stored))
+
+    def take_pages(self, stored: decode.Stored, count: int) -> list[np.ndarray]:
+        """The bytes of the first `count` pages of a copy, once it is whole."""
+        arrays = [np.asarray(a) for a in jax.tree.leaves(stored)]
+        return [np.concatenate([_bytes(a[at]) for a in arrays]) for at in range(count)]
+
+    def write_pages(self, pages: Sequence[int], blocks: Sequence[np.ndarray]) -> None:
+        """Give at most AT_ONCE pages the bytes that `take_pages` took of some."""
+        targets = _padded(pages, np.iinfo(np.int32).max)
+        page = decode.page_of(self.state, self.program)
+        stored = jax.tree.map(lambda array: np.zeros((len(targets), *array.shape), array.dtype), page)
+        begin = 0
+        for leaf in jax.tree.leaves(stored):
+            size = leaf[0].nbytes
+            for at, block in enumerate(blocks):
+                _bytes(leaf[at])[:] = block[begin : begin + size]
+            begin += size
+        if self.mesh is not None:
+            specs = decode.specs_of_stored(*decode.partitions_of(self.program))
+            stored = jax.device_put(stored, jax.tree.map(partial(NamedSharding, self.mesh), specs))
+        self.state = decode.write_pages(self.state, targets, stored, program=self.program)
 
     def save(self, row: int, name: str) -> None:
         """Keep what a row knows besides its pages."""
@@ -92,3 +130,14 @@ class Worker:
     def finish(self) -> np.ndarray:
         """Why each row has stopped."""
         return np.asarray(self.state.progress.finish)
+
+
+def _padded(pages: Sequence[int], padding: int) -> np.ndarray:
+    """One page or AT_ONCE, so that few programs are compiled."""
+    size = 1 if len(pages) == 1 else AT_ONCE
+    return np.array([*pages, *[padding] * (size - len(pages))], np.int32)
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """The same memory as bytes."""
+    return array.reshape(-1).view(np.uint8)

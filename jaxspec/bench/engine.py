@@ -1,8 +1,11 @@
-"""What the engine's parts are worth, one scenario each: pages, prefix cache, chunked prefill, formats, and the whole.
+"""What the engine's parts are worth, one scenario each: pages, prefix cache, chunked prefill, formats, tiers, and the
+whole.
 
 Cases that are compared take turns within a repeat, so that a busy machine slows all of them.
 """
 
+import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
@@ -62,6 +65,10 @@ class Sizes:
     crowded: int = 32
     """formats: of these, at once at most."""
     formats: tuple[str, ...] = ("bfloat16", "float32", "fp8", "int8", "int4")
+    visited: int = 4096
+    """offload: tokens of a document."""
+    visitors: int = 6
+    """offload: documents, more than five times what the cache has room for."""
 
 
 @dataclass(frozen=True)
@@ -259,12 +266,49 @@ def formats(bench: Bench) -> Iterator[Measured]:
             yield Measured("formats", name, sizes.formats[0], _chosen(engine, kept))
 
 
+def offload(bench: Bench) -> Iterator[Measured]:
+    """Second questions about documents of which the cache holds one: computed again, and restored from where they are
+    kept meanwhile."""
+    sizes = bench.sizes
+    context = sizes.visited + PREFILL_ROW + sizes.short_answer
+    room = 1.1 * context * bench.engine(context).program.pool.token_bytes / 2**30
+    much = 2 * sizes.visitors * room
+    with tempfile.TemporaryDirectory() as folder:
+        tiers: dict[str, dict[str, Any]] = {
+            "computed again": {},
+            "host memory": {"offload_memory": much},
+            "disk": {"offload_disk": much, "offload_folder": folder},
+        }
+        engines = {case: bench.engine(context, kv_memory=room, max_batch=1, **tier) for case, tier in tiers.items()}
+        for _ in range(bench.repeats):
+            for case, engine in engines.items():
+                yield Measured("offload", case, "computed again", _visit_twice(engine, bench))
+
+
+def _visit_twice(engine: Engine, bench: Bench) -> Figures:
+    """Ask about each document, one after the other, and then again."""
+    sizes, question = bench.sizes, PREFILL_ROW // 2
+    documents = [bench.prose(sizes.visited, 7 * index + 1) for index in range(sizes.visitors)]
+    forget(engine)
+    times: list[float] = []
+    for start in (0, question):
+        times = []
+        for ids in documents:
+            engine.add("one", [*ids, *bench.prose(question, start)], _exactly(sizes.short_answer))
+            times += [output.stats.time_to_first_token for output in finish(engine)]
+        if engine.scheduler.offload is not None:
+            engine.scheduler.offload.flush()
+    names = ("hit_tokens", "restored_tokens", "computed_tokens")
+    return {"ttft_of_second_visits": statistics.median(times)} | _chosen(engine, names)
+
+
 SCENARIOS: dict[str, tuple[Callable[[Bench], Iterator[Measured]], ...]] = {
     "memory": (memory,),
     "prefix": (prefix, growing),
     "chunks": (chunks,),
     "throughput": (throughput,),
     "formats": (formats,),
+    "offload": (offload,),
 }
 
 
@@ -285,6 +329,8 @@ def forget(engine: Engine) -> None:
     """Empty the prefix cache, and count anew."""
     if engine.scheduler.cache is not None:
         engine.scheduler.cache.clear()
+    if engine.scheduler.offload is not None:
+        engine.scheduler.offload.clear()
     engine.scheduler.counters = Counters()
     engine.metrics = Metrics(engine.scheduler.counters)
 

@@ -11,7 +11,7 @@ from jaxspec.bench.engine import Measured
 
 Row = dict[str, Any]
 
-COMPARED = {"peak_concurrency", "mean_concurrency", "tokens_per_second", "longest_gap"}
+COMPARED = {"peak_concurrency", "mean_concurrency", "tokens_per_second", "longest_gap", "ttft_of_second_visits"}
 """Figures that are also told as a multiple of the base case's."""
 
 

@@ -25,7 +25,7 @@ JsonFile = Annotated[
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the table; needs pip install 'jaxspec[plots]'.")
 ]
-SCENARIO_NAMES = ("memory", "prefix", "chunks", "throughput", "formats")
+SCENARIO_NAMES = ("memory", "prefix", "chunks", "throughput", "formats", "offload")
 
 
 @app.callback()
@@ -86,7 +86,7 @@ def decode(
 @app.command()
 def engine(
     scenario: Annotated[
-        str, typer.Argument(metavar="SCENARIO|all", help="memory, prefix, chunks, throughput, formats, or all of them.")
+        str, typer.Argument(metavar="SCENARIO|all", help="memory, prefix, chunks, throughput, formats, offload or all.")
     ],
     model: Model = DEFAULTS.model,
     prompts: Prompts = "default",
@@ -110,6 +110,9 @@ def engine(
       drafts; whole runs, prefill included.
 
     - `formats`: 48 questions share 64 MiB of cache: how many run at once, and the throughput of all, by `--kv-dtype`.
+
+    - `offload`: 6 documents of 4,096 tokens are asked about twice, one after the other, and the cache holds one:
+      the wait for the first token of the second time, computed again, restored from host memory, and from disk.
 
     Compared cases take turns, and × is over the first of them in the same turn. Ctrl-C prints what is measured so far.
 

@@ -101,6 +101,11 @@ ENGINE = {
     "kv_memory": Flag(float, "GiB of memory for the key/value cache, on each device."),
     "prefill_chunk": Flag(int, "Prompt tokens written between two rounds; running answers pause no longer than that."),
     "prefix_cache": Flag(bool, "Keep what was computed for requests that begin alike."),
+    "offload_memory": Flag(
+        float, "GiB of the host's memory for cache that does not fit: it comes back faster than it is computed."
+    ),
+    "offload_disk": Flag(float, "GiB of files for the same, which later runs of the same model find again."),
+    "offload_folder": Flag(str, "Where these files are; pages in the cache folder if not given."),
     "page_size": Flag(
         int, "Tokens a cache page; if not given 64 on the CPU, elsewhere 128, or 256 where the cache is int8 or fp8."
     ),

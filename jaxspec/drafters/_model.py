@@ -90,8 +90,9 @@ def _catch_up(run: Forward, state: State, view: View, pool: Pool, most) -> tuple
     That one is written with the root, as after every round whose drafts were all accepted.
     """
     batch = jnp.arange(state.written.shape[0])
-    end = jnp.where(view.progress.active, state.text.length - 2, 0)
-    end = jnp.where(end - state.written > most, end, 0)
+    end = state.text.length - 2
+    # Of a row that never had a request the length is 0, and a slot before the first would be another's.
+    end = jnp.where(view.progress.active & (end - state.written > most), end, state.written)
 
     def behind(carry):
         return jnp.any(carry[0] < end)

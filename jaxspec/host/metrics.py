@@ -162,7 +162,8 @@ class Metrics:
         one arrival. `waste` is over the slots that hold a token, each counted once however many samples share it:
         `mean` and `peak` of the unfilled slots in last pages, and apart from them those of `look_ahead`, the pages that
         the rounds in flight may write to. All are as of the ends of steps; means are weighted by slots.
-        `computed_tokens` are those that prefill wrote, again for samples that gave way.
+        `restored_tokens` came back from host memory or disk; those of prompts are among `hit_tokens`. `computed_tokens`
+        are those that prefill wrote, again for samples that gave way.
         """
         counters = self.counters
         return {
@@ -175,6 +176,7 @@ class Metrics:
             "inter_token": self._inter_token.as_dict(),
             "prompt_tokens": counters.prompt_tokens,
             "hit_tokens": counters.hit_tokens,
+            "restored_tokens": counters.restored_tokens,
             "computed_tokens": counters.computed_tokens,
             "waste": {
                 "mean": self._waste.mean,

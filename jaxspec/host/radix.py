@@ -8,12 +8,33 @@ is one that nobody uses now.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxspec.host.blocks import PageAllocator
 
 Key = tuple[Hashable, ...]
+
+
+class Leaving(NamedTuple):
+    """Pages of a text that are about to be free."""
+
+    keys: list[Key]
+    """One a page, from the beginning of the text on."""
+    pages: list[int]
+    """Those of the last keys."""
+    lasting: bool = True
+    """Whether the text is of use to others than one request."""
+
+
+def page_keys(
+    tokens: Sequence[int], limit: int, namespace: Hashable, page_size: int, partial: bool = False
+) -> list[Key]:
+    """One key a whole page of the first `limit` tokens, and with `partial` one of the rest."""
+    end = limit if partial else limit - page_size + 1
+    keys: list[Key] = [tuple(tokens[at : min(at + page_size, limit)]) for at in range(0, end, page_size)]
+    return [(namespace, *keys[0]), *keys[1:]] if keys else []
 
 
 @dataclass(eq=False)
@@ -28,11 +49,14 @@ class _Node:
 
 
 class RadixCache:
-    """Which pages hold which prefixes. `page_size` is in tokens."""
+    """Which pages hold which prefixes. `page_size` is in tokens. `keep` is told of pages before they make room."""
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, keep: Callable[[list[Leaving]], None] | None = None
+    ) -> None:
         self.allocator = allocator
         self.page_size = page_size
+        self._keep = keep
         self._root = _Node()
         self._pages: set[int] = set()
         self._pins: dict[_Node, float] = {}
@@ -102,8 +126,7 @@ class RadixCache:
             going = min(len(node.pages) - keep, count - freed)
             freed += going
             cuts.append((node, len(node.pages) - going))
-        for node, keep in cuts:
-            self._cut(node, keep)
+        self._let_go(cuts)
         return freed
 
     def forget(self, count: int) -> int:
@@ -115,8 +138,8 @@ class RadixCache:
             alone = [step for step, page in enumerate(node.pages) if self.allocator.references(page) == 1]
             going = alone[-(count - freed) :] if freed < count else []
             if going:
-                self._cut_all(list(node.children.values()))
-                self._cut(node, going[0])
+                below = [(one, 0) for one in _below(node.children.values())]
+                self._let_go([*reversed(below), (node, going[0])])
                 freed += len(going)
         return freed
 
@@ -156,13 +179,21 @@ class RadixCache:
 
     def clear(self, namespace: Hashable = None) -> None:
         """Forget a namespace (None: all of them), pins included. Sequences keep the pages that they hold."""
-        self._cut_all([node for key, node in self._root.children.items() if namespace is None or key[0] == namespace])
+        for node in _below(
+            node for key, node in self._root.children.items() if namespace is None or key[0] == namespace
+        ):
+            self._cut(node, 0)
 
     def _keys(self, tokens: Sequence[int], limit: int, namespace: Hashable) -> list[Key]:
-        """One key a whole page of the first `limit` tokens."""
-        size = self.page_size
-        keys: list[Key] = [tuple(tokens[at : at + size]) for at in range(0, limit - size + 1, size)]
-        return [(namespace, *keys[0]), *keys[1:]] if keys else []
+        return page_keys(tokens, limit, namespace, self.page_size)
+
+    def _way(self, node: _Node | None) -> list[Key]:
+        """All keys from the root to the end of this edge."""
+        edges = []
+        while node is not None:
+            edges.append(node.keys)
+            node = node.parent
+        return [key for keys in reversed(edges) for key in keys]
 
     def _find(self, keys: list[Key]) -> tuple[_Node, int, list[int]]:
         """The last node on the way of these keys, how many steps of its edge they go, and all pages on the way."""
@@ -237,12 +268,12 @@ class RadixCache:
             if keep < len(node.pages):
                 yield node, keep
 
-    def _cut_all(self, doomed: list[_Node]) -> None:
-        """Let go of these nodes and all below them."""
-        while doomed:
-            node = doomed.pop()
-            doomed.extend(node.children.values())
-            self._cut(node, 0)
+    def _let_go(self, cuts: list[tuple[_Node, int]]) -> None:
+        """Cut edges down to so many pages, and tell `keep` before."""
+        if self._keep is not None:
+            self._keep([Leaving(self._way(node), node.pages[keep:]) for node, keep in cuts])
+        for node, keep in cuts:
+            self._cut(node, keep)
 
     def _cut(self, node: _Node, keep: int) -> None:
         """Let go of all but the first `keep` pages of an edge, and of the node when nothing is left."""
@@ -254,3 +285,11 @@ class RadixCache:
             self._pins.pop(node, None)
         del node.keys[keep:], node.pages[keep:]
         self.allocator.release(dropped[::-1])
+
+
+def _below(nodes: Iterable[_Node]) -> list[_Node]:
+    """These nodes and all that hang on them."""
+    found = list(nodes)
+    for node in found:
+        found += node.children.values()
+    return found

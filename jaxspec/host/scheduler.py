@@ -8,39 +8,18 @@ way. So whoever came first always gets on.
 import sys
 from bisect import insort
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxspec.errors import CapacityError
 from jaxspec.host.blocks import Copy, Kept, PageAllocator, Pages, PageTable, Waste
+from jaxspec.host.offload import Offload
 from jaxspec.host.output import Transcript
 from jaxspec.host.pins import Pins
 from jaxspec.host.radix import RadixCache
 from jaxspec.host.request import Sample
-
-
-@dataclass(eq=False)
-class Running:
-    """A sample from its arrival to its end."""
-
-    sample: Sample
-    transcript: Transcript
-    tokens: list[int]
-    """Prompt and output. The key and value of the last one are not written yet: it is the root of the next round."""
-    table: PageTable = field(default_factory=PageTable)
-    row: int | None = None
-    """Of the batch; None while it waits."""
-    saved: Any = None
-    """How to find what the devices knew of it when it had to give way."""
-    resumed: bool = False
-    """Whether it had to give way before."""
-    published: int = 0
-    """Whole pages that the prefix cache knows."""
-
-    @property
-    def prefilled(self) -> bool:
-        """Whether everything but the root is written."""
-        return self.row is not None and self.table.tokens == len(self.tokens) - 1
+from jaxspec.host.restoring import Tiers
+from jaxspec.host.running import Running
 
 
 class Admission(NamedTuple):
@@ -65,7 +44,9 @@ class Counters:
 
     prompt_tokens: int = 0
     hit_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache or came with a fork."""
+    """Prompt tokens that were found in the prefix cache, came with a fork, or were restored."""
+    restored_tokens: int = 0
+    """Tokens whose pages came back from host memory or disk."""
     computed_tokens: int = 0
     """Tokens written by prefill; more than the rest of the prompts where some gave way and came back."""
     preemptions: int = 0
@@ -79,6 +60,7 @@ class Scheduler:
     room for a request of `max_context` tokens; None is for no pins. Without `publish_output` the prefix cache keeps
     prompts only, without `share_partial` the samples of a prompt share whole pages only. Of a text what is not `kept`
     goes back while it grows, and it never has more than `table_width` pages: enough for those and what a call writes.
+    `offload` keeps the pages that the prefix cache gives up.
     """
 
     def __init__(
@@ -95,10 +77,12 @@ class Scheduler:
         share_partial: bool = True,
         kept: Kept | None = None,
         table_width: int | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.pages = PageAllocator(num_pages)
         self.tables = Pages(self.pages, page_size, kept)
-        self.cache = RadixCache(self.pages, page_size) if prefix_cache else None
+        self.offload, self.tiers = offload, offload and Tiers(offload, self.tables)
+        self.cache = RadixCache(self.pages, page_size, offload and offload.keep) if prefix_cache else None
         self.table_width = table_width or sys.maxsize
         largest = num_pages if max_context is None else self.tables.count(max_context - 1 + look_ahead)
         self.pins = Pins(self.cache, num_pages - min(largest, self.table_width))
@@ -149,6 +133,7 @@ class Scheduler:
             running.row = free_rows[len(admitted)]
             self.rows[running.row] = running
             self.waiting.remove(running)
+            self._restore(running)
             self._count_admission(running)
             admitted.append(Admission(running, copy))
         return admitted
@@ -194,6 +179,8 @@ class Scheduler:
     def preempt(self) -> tuple[int, Running]:
         """Send the last in line back to wait, without its pages; returns the row it had, too."""
         running = max(self.rows.values(), key=_place)
+        if self.tiers is not None:
+            self.tiers.keep(running)
         row = self._leave(running)
         running.resumed = True
         insort(self.waiting, running, key=_place)
@@ -228,6 +215,8 @@ class Scheduler:
             self._leave(running)
         elif running in self.waiting:
             self.waiting.remove(running)
+            if self.tiers is not None:
+                self.tiers.discard(running)
 
     def renumber(self) -> list[int]:
         """Close the gaps between rows: returns the old row of each new one."""
@@ -239,11 +228,12 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[Any]:
         """Drop every sample of a request, waiting or running; returns what was kept of those that gave way."""
-        saved = [r.saved for r in self.waiting if r.sample.request_id == request_id and r.saved is not None]
-        self.waiting = [r for r in self.waiting if r.sample.request_id != request_id]
+        dropped = [r for r in self.waiting if r.sample.request_id == request_id]
+        for running in dropped:
+            self.finish(running)
         for running in [r for r in self.rows.values() if r.sample.request_id == request_id]:
             self._leave(running)
-        return saved
+        return [running.saved for running in dropped if running.saved is not None]
 
     def _limit(self, sample: Sample) -> int:
         """Slots it may ever write: the last token of all is emitted and never written."""
@@ -275,6 +265,20 @@ class Scheduler:
         pages = self.cache.match(running.tokens, running.sample.namespace) if self.cache else []
         running.table = PageTable(pages, len(pages) * self.tables.page_size)
         return None
+
+    def _restore(self, running: Running) -> None:
+        """Bring back what the prefix cache had to give up of a text: a copy costs less than computing it again."""
+        if self.tiers is None:
+            return
+        before = running.table.tokens
+        with suppress(CapacityError):  # then the rest is computed
+            while self.tiers.restore(running):
+                self.publish(running)
+                self._take(running, self._slots(running, 1))
+        self.tiers.restore_own(running)
+        if (restored := running.table.tokens - before) > 0:
+            self.counters.restored_tokens += restored
+            self.publish(running)
 
     def _look_again(self, running: Running) -> None:
         """Take from the prefix cache what others have written since: of those who begin alike one computes."""

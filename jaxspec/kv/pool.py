@@ -215,6 +215,21 @@ def duplicate(spec: PoolSpec, pool: Pool, source: Int[Array, ""], target: Int[Ar
     return pool | {name: pool[name].at[layers + target].set(pool[name][layers + source]) for name in spec.shapes()}
 
 
+def take_pages(spec: PoolSpec, pool: Pool, pages: Int[Array, "N"]) -> Pool:
+    """Pages of every layer as they are stored, `[N, L, ..]`; tails are no part of them."""
+    return {name: pool[name][_of_layers(spec, pages)] for name in spec.shapes()}
+
+
+def put_pages(spec: PoolSpec, pool: Pool, pages: Int[Array, "N"], stored: Pool) -> Pool:
+    """The pool with these pages of every layer as `take_pages` took them; pages out of range are dropped."""
+    rows = _of_layers(spec, pages)
+    return pool | {name: pool[name].at[rows].set(stored[name], mode="drop") for name in spec.shapes()}
+
+
+def _of_layers(spec: PoolSpec, pages: Int[Array, "N"]) -> Int[Array, "N L"]:
+    return _physical(spec, jnp.arange(spec.num_layers), pages[:, None])
+
+
 def _begin_of_group(spec: PoolSpec, sequence, slot, table) -> tuple[Int[Array, "R"], Int[Array, "R"]]:
     """Page and offset at which the groups of these slots begin."""
     begin = slot - tail.place(slot, spec.format.group)

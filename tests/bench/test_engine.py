@@ -17,7 +17,18 @@ from jaxspec.errors import ConfigError
 from jaxspec.llm import load
 
 SIZES = Sizes(
-    limit=128, crowd=4, answer=24, document=320, readers=12, steps=3, running=3, long=640, questions=5, batches=(1,)
+    limit=128,
+    crowd=4,
+    answer=24,
+    document=320,
+    readers=12,
+    steps=3,
+    running=3,
+    long=640,
+    questions=5,
+    batches=(1,),
+    visited=160,
+    visitors=6,
 )
 QUESTIONS = [
     Question(i, category, [text])
@@ -142,6 +153,19 @@ def test_formats_of_fewer_bits_run_more_at_once(bench):
     assert rows["int8"]["preemptions"] < rows["bfloat16"]["preemptions"]
 
 
+def test_second_visits_restore_what_had_to_leave(bench):
+    measured = list(run("offload", replace(bench, repeats=1)))
+    assert [one.case for one in measured] == ["computed again", "host memory", "disk"]
+    again, memory, disk = (one.figures for one in measured)
+    first = 6 * (160 + 32 - 1)
+    assert again["restored_tokens"] == 0
+    assert again["computed_tokens"] > 1.8 * first
+    for found in (memory, disk):
+        # A second visit writes 191 tokens, the document's 160 have all been away.
+        assert 4 * 160 <= found["restored_tokens"] <= found["hit_tokens"]
+        assert found["computed_tokens"] <= first + 6 * 31
+
+
 def test_rows_are_medians_and_ratios_within_a_repeat():
     def one(case: str, speed: float) -> Measured:
         return Measured("s", case, "off", {"tokens_per_second": speed, "computed_share": 0.5})
@@ -163,7 +187,7 @@ def test_rows_are_medians_and_ratios_within_a_repeat():
 def test_a_model_with_too_short_a_context_is_named(tiny_model: Path):
     config = EngineConfig(model=str(tiny_model))
     short = Bench(load(config), config, QUESTIONS)
-    for name, wanted in (("memory", 1024), ("prefix", 2072), ("chunks", 6008)):
+    for name, wanted in (("memory", 1024), ("prefix", 2072), ("chunks", 6008), ("offload", 4168)):
         with pytest.raises(ConfigError, match=f"takes a context of {wanted} tokens"):
             list(run(name, short))
 

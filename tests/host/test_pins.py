@@ -5,7 +5,8 @@ import math
 import pytest
 
 from jaxspec.errors import RequestError
-from jaxspec.host.scheduler import Running, Scheduler
+from jaxspec.host.running import Running
+from jaxspec.host.scheduler import Scheduler
 from tests.oracles.scheduling import add, admit, check, emit, empty, make, prefill, start
 
 PAGE, CONTEXT, LARGEST = 4, 40, 10

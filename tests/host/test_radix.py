@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jaxspec.host.blocks import PageAllocator, Pages, PageTable
-from jaxspec.host.radix import RadixCache
+from jaxspec.host.radix import Leaving, RadixCache, page_keys
 
 PAGE = 4
 MODEL = ("model", "salt")
@@ -349,3 +349,27 @@ def test_what_is_forgotten_is_no_more_than_need_be_and_never_pinned(cache: Cache
     assert cache.forget(9) == 3
     assert [len(cache.look(text(ends))) for ends in ("abcd", "abxy", "pq")] == [0, 0, 2]
     assert cache.cached == 2
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_makes_room_is_told_while_it_is_whole(cache: Cache, held: bool) -> None:
+    abcd = cache.keep(text("abcd"))[:4]
+    xy = cache.keep(text("abxy"))[2:4]
+    told: list[Leaving] = []
+
+    def keep(leaving: list[Leaving]) -> None:
+        assert all(cache.allocator.references(page) for one in leaving for page in one.pages)
+        told.extend(one._replace(pages=list(one.pages)) for one in leaving)
+
+    cache._keep = keep
+    if held:
+        for ends in ("abcd", "abxy"):
+            cache.allocator.release(cache.match(text(ends), MODEL)[:2])
+    assert (cache.forget if held else cache.evict)(6) == (2 if held else 6)
+    keys = {ends: tuple(page_keys(text(ends), PAGE * len(ends), MODEL, PAGE)) for ends in ("ab", "abcd", "abxy")}
+    assert {one.pages[0]: tuple(one.keys) for one in told} == {
+        abcd[0]: keys["ab"],
+        abcd[2]: keys["abcd"],
+        xy[0]: keys["abxy"],
+    }
+    assert sorted(page for one in told for page in one.pages) == sorted([*abcd, *xy])

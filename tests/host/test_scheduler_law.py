@@ -6,19 +6,7 @@ import random
 import pytest
 
 from jaxspec.host.blocks import Kept
-from tests.oracles.scheduling import LEVEL, Device, add, empty, make
-
-
-def books(rng: random.Random, page: int, kept: Kept | None) -> dict:
-    """Options of a scheduler whose pool is hardly larger than what one request needs."""
-    most, ahead = rng.choice([(1, 0), (4, 3), (3, 7)])
-    least = -(-(30 + 20 + ahead) // page)
-    options = {"look_ahead": ahead, "max_emitted": most, "kept": kept}
-    if kept is not None:
-        written = max(15 * most + 1 + ahead, 3 * page + 5)
-        options["table_width"] = -(-kept.first // page) + -(-(kept.last + written - 1) // page) + 1
-        least = min(least, options["table_width"])
-    return options | {"pages": least + rng.randrange(20 // page + 2)}
+from tests.oracles.scheduling import LEVEL, Device, add, books, empty, make
 
 
 @pytest.mark.parametrize("kept", [None, Kept(0, 3), Kept(4, 9)])

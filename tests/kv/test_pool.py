@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.kv.formats import get_format
-from jaxspec.kv.pool import PoolSpec, append, attend, compact
+from jaxspec.kv.formats import format_names, get_format
+from jaxspec.kv.pool import PoolSpec, append, attend, compact, put_pages, take_pages
 from jaxspec.tree import Tree
 from jaxspec.types import Sequences
 from pallas_kernels import Rows
@@ -133,3 +133,26 @@ def test_a_pool_starts_empty_and_knows_its_size() -> None:
     assert SPEC.page_bytes * SPEC.num_pages == sum(array.nbytes for array in pool.values())
     half = PoolSpec(get_format("bfloat16"), 3, 13, 4, 2, 6)
     assert half.page_bytes * 2 == SPEC.page_bytes
+
+
+@pytest.mark.parametrize("name", format_names())
+def test_pages_are_taken_and_put_back_to_the_bit(name: str) -> None:
+    """Any bits, NaN among them; of every layer, to other pages, and no other page changes."""
+    spec = PoolSpec(get_format(name), num_layers=3, num_pages=5, page_size=64, num_kv_heads=2, head_dim=8)
+    pools = []
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        kept = {name: array for name, array in spec.allocate(1).items() if name in spec.tails(1)}
+        bits = {name: rng.bytes(array.size * array.dtype.itemsize) for name, array in spec.shapes().items()}
+        numbers = {name: np.frombuffer(data, spec.shapes()[name].dtype) for name, data in bits.items()}
+        pools.append({name: jnp.asarray(a.reshape(spec.shapes()[name].shape)) for name, a in numbers.items()} | kept)
+    source, target = pools
+    dropped = np.iinfo(np.int32).max
+    stored = take_pages(spec, source, jnp.array([4, 1, 0]))
+    after = put_pages(spec, target, jnp.array([0, 3, dropped]), stored)
+    assert after.keys() == target.keys()
+    for array in spec.shapes():
+        was, now, there = (np.asarray(pool[array]).reshape(3, 5, -1).view(np.uint8) for pool in (target, after, source))
+        np.testing.assert_array_equal(now[:, [0, 3]], there[:, [4, 1]])
+        np.testing.assert_array_equal(now[:, [1, 2, 4]], was[:, [1, 2, 4]])
+        assert stored[array].shape[:2] == (3, 3)

@@ -3,9 +3,11 @@
 import random
 
 from jaxspec.config import SamplingParams
+from jaxspec.host.blocks import Kept
 from jaxspec.host.output import Transcript
 from jaxspec.host.request import Sample
-from jaxspec.host.scheduler import Running, Scheduler
+from jaxspec.host.running import Running
+from jaxspec.host.scheduler import Scheduler
 
 LEVEL = 64
 """Places that a level of priority is worth."""
@@ -92,6 +94,18 @@ def check(scheduler: Scheduler) -> None:
             assert uses == [running]
     for running in scheduler.waiting:
         assert (running.row, running.table.pages, running.table.tokens) == (None, [], 0)
+
+
+def books(rng: random.Random, page: int, kept: Kept | None) -> dict:
+    """Options of a scheduler whose pool is hardly larger than what one request needs."""
+    most, ahead = rng.choice([(1, 0), (4, 3), (3, 7)])
+    least = -(-(30 + 20 + ahead) // page)
+    options = {"look_ahead": ahead, "max_emitted": most, "kept": kept}
+    if kept is not None:
+        written = max(15 * most + 1 + ahead, 3 * page + 5)
+        options["table_width"] = -(-kept.first // page) + -(-(kept.last + written - 1) // page) + 1
+        least = min(least, options["table_width"])
+    return options | {"pages": least + rng.randrange(20 // page + 2)}
 
 
 def empty(scheduler: Scheduler) -> None:
