@@ -196,7 +196,7 @@ def test_ctrl_c_prints_the_cases_that_are_done(tiny_model, monkeypatch, capsys) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["speed"], "no scenario named 'speed' (there are: all, memory, prefix, chunks, throughput, formats)"),
+        (["speed"], "no scenario named 'speed' (there are: all, memory, prefix, chunks, throughput, formats, offload)"),
         (["memory", "--prompts", "nope"], "no prompts config named 'nope'"),
         (["memory", "--json", "nowhere/rows.json"], "there is no folder nowhere"),
         (["memory", "--kv-memory", "0"], "kv_memory must be above 0"),
