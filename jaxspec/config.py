@@ -176,9 +176,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A file in jaxspec/kv/formats; auto is float32 on the CPU and bfloat16 elsewhere."""
     kv_policy: str = "full"
     """A file in jaxspec/kv/policies. full: every token sees all before it. window: the last ones only; sinks: the first
-    few besides (StreamingLLM). Then pages that no token will see go back while the request runs."""
+    few besides (StreamingLLM); h2o: the last ones and those that others looked at most, in each head its own. Then
+    pages that no token will see go back while the request runs."""
     kv_window: int = 1024
-    """window, sinks: tokens that one sees, itself and those just before it."""
+    """window, sinks: tokens that one sees, itself and those just before it; h2o: last tokens that stay."""
+    kv_heavy: int = 1024
+    """h2o: tokens that stay for having been looked at. A text goes down to these and kv_window once it is a page longer
+    than that."""
     kv_sinks: int = 4
     """sinks: tokens at the beginning that all see."""
     kv_positions: str = "cache"
@@ -255,6 +259,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"draft_parallel must be sharded or replicated, not {self.draft_parallel!r}",
             ),
             (self.kv_window >= 1, f"kv_window must be 1 or more, not {self.kv_window}"),
+            (self.kv_heavy >= 1, f"kv_heavy must be 1 or more, not {self.kv_heavy}: kv_policy window has none"),
             (self.kv_sinks >= 1, f"kv_sinks must be 1 or more, not {self.kv_sinks}: kv_policy window has none"),
             (
                 self.kv_positions in ("cache", "text"),

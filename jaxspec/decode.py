@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from jaxspec import parallel, vocabulary
-from jaxspec.kv.pool import Pool, duplicate, partition, put_pages, take_pages
+from jaxspec.kv import scores
+from jaxspec.kv.pool import OF_SEQUENCES, Pool, condense, duplicate, partition, put_pages, take_pages
 from jaxspec.kv.tail import TAIL
 from jaxspec.models.transformer import forward
 from jaxspec.program import NEUTRAL, Program
-from jaxspec.round import empty_output, one_round
+from jaxspec.round import empty_output, moving, one_round
 from jaxspec.types import DecodeState, History, Models, Output, Progress, Sampling, Sequences
 from pallas_kernels import Rows, pack
 
@@ -78,19 +79,28 @@ def _empty_state(program: Program, batch: int, table_width: int) -> DecodeState:
     )
 
 
-@partial(jax.jit, static_argnames=("program", "width"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("program", "width", "votes"), donate_argnames="state")
 @_on_each_device()
 def prefill(
-    params: Models, state: DecodeState, rows: Rows, tokens: Int[Array, "N"], *, program: Program, width: int
+    params: Models,
+    state: DecodeState,
+    rows: Rows,
+    tokens: Int[Array, "N"],
+    *,
+    program: Program,
+    width: int,
+    votes: bool = False,
 ) -> DecodeState:
     """Write the keys and values of prompt chunks; the last token of a prompt is left to its first round as the root.
 
-    `tokens` holds the rows' tokens one row after the other; no row has more than `width`.
+    `tokens` holds the rows' tokens one row after the other; no row has more than `width`. With `votes` the first token
+    of each row tells what it looks at, for policies that want to know.
     """
     packing = pack(rows, tokens.shape[0], width)
     positions = (rows.start + state.sequences.dropped[0, rows.sequence])[packing.row] + packing.column
     chunk = rows, tokens[None], positions[None], None
-    _, pool = forward(params.target, program.model, program.pool, *chunk, state.pool, state.sequences, packing)
+    pool_spec = program.pool if votes else program.pool.silent
+    _, pool = forward(params.target, program.model, pool_spec, *chunk, state.pool, state.sequences, packing)
     draft_pool = state.draft_pool
     if program.draft_pool is not None:
         model = program.drafter.model
@@ -119,6 +129,7 @@ def admit(
     in_prompt = jnp.zeros(vocab, bool).at[seen].set(True, mode="drop")
     start = Progress(prompt[length], *jnp.zeros(2, jnp.int32), *jnp.zeros(4, jnp.int32))
     return state._replace(
+        pool=scores.clear(state.pool, row),
         sequences=Sequences(
             sequences.page_table,
             sequences.length.at[:, row].set(length),
@@ -170,7 +181,7 @@ def specs_of_stored(pool: dict[str, Any], draft_pool: dict[str, Any]) -> Stored:
     """How pages are shared, by how the arrays of the pools are."""
 
     def pages(of: dict[str, Any]) -> dict[str, Any]:
-        return {name: P(None, *spec) for name, spec in of.items() if name != TAIL}
+        return {name: P(None, *spec) for name, spec in of.items() if name not in OF_SEQUENCES}
 
     return Stored(pages(pool), pages(draft_pool))
 
@@ -179,7 +190,7 @@ def page_of(state: DecodeState, program: Program) -> Stored:
     """Shapes and types of one page `[L, ..]`, over all devices that share it."""
 
     def one(pool: dict[str, Any]) -> dict[str, Any]:
-        pages = {name: array for name, array in pool.items() if name != TAIL}
+        pages = {name: array for name, array in pool.items() if name not in OF_SEQUENCES}
         layers = {name: (array.shape[0] // program.pool.num_pages, *array.shape[1:]) for name, array in pages.items()}
         return {name: jax.ShapeDtypeStruct(layers[name], array.dtype) for name, array in pages.items()}
 
@@ -203,6 +214,21 @@ def write_pages(state: DecodeState, pages: Int[Array, "N"], stored: Stored, *, p
     pool, draft_pool = put_pages(program.pool, state.pool, pages, stored.pool), state.draft_pool
     if program.draft_pool is not None:
         draft_pool = put_pages(program.draft_pool, draft_pool, pages, stored.draft_pool)
+    return state._replace(pool=pool, draft_pool=draft_pool)
+
+
+@partial(jax.jit, static_argnames="program", donate_argnames="state")
+@_on_each_device()
+def condense_row(
+    state: DecodeState, row: Int[Array, ""], source: Int[Array, "P"], target: Int[Array, "P"], *, program: Program
+) -> DecodeState:
+    """Move what stays of a row's slots from the pages `source` to `target`, the drafter's included; `set_pages` then
+    tells how many are left."""
+    length = state.sequences.length[0, row]
+    pool = condense(program.pool, state.pool, row, length, source, target)
+    draft_pool = state.draft_pool
+    if program.draft_pool is not None:
+        draft_pool = condense(program.draft_pool, draft_pool, row, length, source, target)
     return state._replace(pool=pool, draft_pool=draft_pool)
 
 
@@ -259,7 +285,7 @@ def restore_row(state: DecodeState, row: Int[Array, ""], length: Int[Array, ""],
 
 def select_rows(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
     """The same state for another batch bucket: row i is the old row `rows[i]`. Pages are not touched."""
-    tails = {name: array for name, array in state.pool.items() if name == TAIL}
+    tails = {name: array for name, array in state.pool.items() if name in OF_SEQUENCES}
     found = _select(state._replace(pool=tails, draft_pool={}), rows)
     return found._replace(pool=state.pool | found.pool, draft_pool=state.draft_pool)
 
@@ -289,11 +315,11 @@ def _select(state: DecodeState, rows: Int[Array, "B2"]) -> DecodeState:
 def run(
     params: Models, state: DecodeState, rounds: Int[Array, ""], least_active: Int[Array, ""], *, program: Program
 ) -> tuple[DecodeState, Output]:
-    """Up to `rounds` rounds, for as long as at least `least_active` rows are active. Reads nothing back in between."""
+    """Up to `rounds` rounds, for as long as at least `least_active` rows are moving. Reads nothing back in between."""
 
     def going(carry):
         index, state, _ = carry
-        return (index < rounds) & (jnp.sum(state.progress.active) >= least_active)
+        return (index < rounds) & (jnp.sum(moving(program, state)) >= least_active)
 
     def body(carry):
         index, state, output = carry

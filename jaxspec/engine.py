@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,16 +14,17 @@ from jaxspec.drafters import get_drafter
 from jaxspec.errors import RequestError
 from jaxspec.host.metrics import Metrics, Status
 from jaxspec.host.output import Contest, Emitted, Transcript
-from jaxspec.host.packing import packed, parts_of, shapes_of
+from jaxspec.host.packing import Part, Shape, packed, parts_of, shapes_of
 from jaxspec.host.request import Sample, TextDelta, TokenLogprobs
 from jaxspec.host.running import Running
 from jaxspec.host.scheduler import Admission, Chunk, Scheduler
 from jaxspec.implementation import kernels_of
+from jaxspec.kv.policy import VOTES
 from jaxspec.models.loading import LoadedModel
 from jaxspec.offloading import offload_of
 from jaxspec.program import Finish, Program
 from jaxspec.sampling import sampling_row
-from jaxspec.sizes import context_of, kept_of, pool_of
+from jaxspec.sizes import budget_of, context_of, kept_of, pool_of
 from jaxspec.types import Models, Output
 from jaxspec.worker import Worker
 
@@ -59,6 +61,7 @@ class Engine:
         self.program = Program(loaded.local, pool, drafter)
         params = Models(loaded.params, draft_params)
         self.device = leading.led(Worker(self.program, params, self._table_width, PREFILL_ROW, loaded.mesh))
+        budget = budget_of(pool, drafter)
         self.scheduler = Scheduler(
             pool.num_pages,
             pool.page_size,
@@ -67,17 +70,20 @@ class Engine:
             max_batch=config.max_batch,
             max_context=self.max_context,
             prefix_cache=config.prefix_cache,
-            # A draft's cache has gaps where rounds drafted nothing: only what prefill wrote is whole in both.
-            publish_output=drafter.model is None,
+            # A draft's cache has gaps where rounds drafted nothing, and so has a condensed one: only what prefill wrote
+            # is whole in both.
+            publish_output=drafter.model is None and budget is None,
             # What a page lacks at its end may be in a tail, which is the parent's own.
             share_partial=not pool.format.group,
             kept=kept_of(pool.policy, drafter),
+            budget=budget,
             table_width=self._table_width,
             offload=offload_of(config, self.device),
         )
         self.metrics = Metrics(self.scheduler.counters)
         self._buckets = [b for b in BATCH_BUCKETS if b < config.max_batch] + [config.max_batch]
-        self._shapes = shapes_of(config.prefill_chunk, PREFILL_ROW)
+        self._shapes = {False: shapes_of(config.prefill_chunk, PREFILL_ROW), True: [Shape(VOTES, VOTES)]}
+        """Of calls to prefill, and of those of tokens that vote."""
         self._batch = 0
         self._arrivals = 0
         self._flight: Flight | None = None
@@ -131,7 +137,7 @@ class Engine:
         need, have = self.scheduler.pages_needed(samples[0]), self.scheduler.pages.num_pages
         if need > have:
             size, less = self.program.pool.page_size, "max_tokens"
-            if self.program.pool.policy.last is not None:
+            if self.program.pool.policy.forgets:
                 less += " or kv_window"
             raise RequestError(
                 f"prompt of {len(ids)} tokens with max_tokens {max_tokens} needs {need} pages of {size} slots, "
@@ -191,6 +197,10 @@ class Engine:
             self._place(admission)
         before = self.scheduler.decoding
         self._prefill(self.scheduler.next_chunks(self.config.prefill_chunk))
+        for row, source, target in self.scheduler.condense():
+            # Two shapes at most: prompts may have any number of pages.
+            width = len(target) if len(source) <= len(target) else self._table_width
+            self.device.condense(row, _line(source, width), _line(target, width))
         ready = self.scheduler.decoding
         # A first token is shown at once, and prompts that are not written yet wait for one round only.
         alone = len(ready) == len(self.scheduler.rows) and ready.keys() == before.keys()
@@ -244,28 +254,29 @@ class Engine:
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Write chunks of prompts, packed one after the other, and start the clocks of those that are whole now."""
-        group = self.program.pool.format.group
-        parts = [
-            part
-            for chunk in chunks
-            for part in parts_of(chunk.running.row or 0, chunk.start, chunk.tokens, PREFILL_ROW, group)
-        ]
-        if parts:
+        if chunks:
             self._send_pages()
-        for table, tokens in packed(parts, self._shapes):
-            self.device.prefill(table, tokens)
-        ready = [running for running, _, _ in chunks if running.prefilled]
+        for votes, shapes in self._shapes.items():
+            parts = [part for chunk in chunks if chunk.votes == votes for part in self._parts(chunk)]
+            for table, tokens in packed(parts, shapes):
+                self.device.prefill(table, tokens, votes)
+        ready = [chunk.running for chunk in chunks if chunk.running.prefilled]
         if ready:
             self.device.wait()
-        for running, _, _ in chunks:
-            self.scheduler.publish(running)
+        for chunk in chunks:
+            self.scheduler.publish(chunk.running)
         for running in ready:
             running.transcript.start()
+
+    def _parts(self, chunk: Chunk) -> Iterator[Part]:
+        """A chunk as rows of a call; each token that votes is one by itself."""
+        width = 1 if chunk.votes else PREFILL_ROW
+        return parts_of(chunk.running.row or 0, chunk.start, chunk.tokens, width, self.program.pool.format.group)
 
     def _send_pages(self) -> None:
         table, dropped = np.zeros((self._batch, self._table_width), np.int32), np.zeros(self._batch, np.int32)
         for row, running in self.scheduler.rows.items():
-            table[row, : len(running.table.pages)] = running.table.pages
+            table[row] = _line(running.table.pages, self._table_width)
             dropped[row] = running.table.dropped
         self.device.set_pages(table, dropped)
 
@@ -319,6 +330,13 @@ class Engine:
         if chosen:
             del self._contests[delta.request_id]
         return chosen
+
+
+def _line(pages: list[int], width: int) -> np.ndarray:
+    """Pages as a line of a table of the devices."""
+    line = np.zeros(width, np.int32)
+    line[: len(pages)] = pages
+    return line
 
 
 def _drawn(params: SamplingParams) -> SamplingParams:

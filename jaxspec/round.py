@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,18 +39,26 @@ Decision = tuple[Verdict, Logprobs, Array, Pool]
 
 
 def one_round(params: Models, program: Program, state: DecodeState, output: Output) -> tuple[DecodeState, Output]:
-    """A round of the whole batch; rows that stand still are carried along and change nothing."""
-    drafter, progress, sequences = program.drafter, state.progress, state.sequences
-    view = View(sequences, progress, _of_active(state.sampling, progress.active), state.history)
+    """A round of the rows that are moving; those that stand still are carried along and change nothing."""
+    drafter, sequences, moves = program.drafter, state.sequences, moving(program, state)
+    progress = state.progress._replace(active=moves)
+    seen = sequences._replace(page_table=sequences.page_table[..., : program.pool.round_pages])
+    view = View(seen, progress, _of_active(state.sampling, progress.active), state.history)
     proposal, drafter_state, draft_pool = drafter.propose(
         params.draft, state.drafter, state.draft_pool, view, program.draft_pool
     )
     proposal = proposal._replace(valid=proposal.valid & _possible(program, view))
-    proposal = proposal._replace(valid=_worthwhile(drafter, progress, proposal))
+    alone = program.pool.policy.budget is not None
+    proposal = proposal._replace(valid=_worthwhile(drafter, progress, proposal, alone))
     choices = [partial(_decide, params.target, program, width, view, proposal) for width in drafter.widths]
     verdict, logprobs, hidden, pool = _run_one(choices, _narrowest(drafter, proposal), state.pool)
     emitted, finish = _ends(verdict, progress, view.sampling)
     progress = _advance(progress, verdict, proposal, emitted, finish)
+    drafter_state = drafter.observe(drafter_state, proposal, verdict, emitted, hidden)
+    if program.pool.limit is not None:
+        # How long others let it wait is not to change what a row drafts then.
+        drafter_state = _where(moves, drafter_state, state.drafter)
+        progress = progress._replace(active=progress.active | (state.progress.active & ~moves))
     state = DecodeState(
         pool=pool,
         draft_pool=draft_pool,
@@ -57,9 +66,20 @@ def one_round(params: Models, program: Program, state: DecodeState, output: Outp
         progress=progress,
         sampling=state.sampling,
         history=_remember(state.history, verdict, emitted),
-        drafter=drafter.observe(drafter_state, proposal, verdict, emitted, hidden),
+        drafter=drafter_state,
     )
     return state, _emit(output, logprobs, verdict, emitted, progress)
+
+
+def moving(program: Program, state: DecodeState) -> Bool[Array, "B"]:
+    """Rows that rounds carry on: of the active ones those that need not be condensed before."""
+    limit = program.pool.limit
+    return state.progress.active if limit is None else state.progress.active & (state.sequences.length[0] < limit)
+
+
+def _where(chosen: Bool[Array, "B"], those: Any, others: Any) -> Any:
+    """Trees of arrays by row: the chosen rows of one, the other rows of another."""
+    return jax.tree.map(lambda a, b: jnp.where(chosen.reshape(-1, *[1] * (a.ndim - 1)), a, b), those, others)
 
 
 def _possible(program: Program, view: View) -> Bool[Array, "B N"]:
@@ -70,16 +90,19 @@ def _possible(program: Program, view: View) -> Bool[Array, "B N"]:
     return view.progress.active[:, None] & within
 
 
-def _worthwhile(drafter: Drafter, progress: Progress, proposal: Proposal) -> Bool[Array, "B N"]:
-    """Nodes to check: those of the width that brings the batch most for its time, where chances are known."""
+def _worthwhile(drafter: Drafter, progress: Progress, proposal: Proposal, alone: bool = False) -> Bool[Array, "B N"]:
+    """Nodes to check: those of the width that brings the batch most for its time, where chances are known. Where roots
+    have votes, and so drafts a say in the text, what a row alone brings."""
     if proposal.chance is None:
         return proposal.valid
-    likely = jnp.sum(jnp.where(proposal.valid, proposal.chance, 0), axis=0)
-    brings = jnp.sum(progress.active) + jnp.pad(jnp.cumsum(likely), (1, 0))
-    batch, widths = len(progress.active), np.array(drafter.widths)
+    rows, likely = progress.active[:, None], jnp.where(proposal.valid, proposal.chance, 0)
+    if not alone:
+        rows, likely = (jnp.sum(a, axis=0, keepdims=True) for a in (rows, likely))
+    brings = rows + jnp.pad(jnp.cumsum(likely, axis=1), ((0, 0), (1, 0)))
+    batch, widths = 1 if alone else len(progress.active), np.array(drafter.widths)
     costs = np.array([step_cost(batch, width) for width in drafter.widths])
-    wanted = jnp.asarray(widths)[jnp.argmax(brings[widths - 1] / costs)]
-    return proposal.valid & (jnp.arange(1, drafter.tree.width) < wanted)
+    wanted = jnp.asarray(widths)[jnp.argmax(brings[:, widths - 1] / costs, axis=1)]
+    return proposal.valid & (jnp.arange(1, drafter.tree.width) < wanted[:, None])
 
 
 def _run_one(choices: list[Callable[[Pool], Decision]], wanted: Int[Array, ""], pool: Pool) -> Decision:

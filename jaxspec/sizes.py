@@ -5,10 +5,10 @@ from dataclasses import replace
 from jaxspec.config import EngineConfig
 from jaxspec.drafters import check_drafter
 from jaxspec.errors import CapacityError, ConfigError
-from jaxspec.host.blocks import Kept
+from jaxspec.host.blocks import Budget, Kept
 from jaxspec.kv.formats import get_format
 from jaxspec.kv.policies import get_policy
-from jaxspec.kv.policy import Policy
+from jaxspec.kv.policy import FIRST, VOTES, Policy
 from jaxspec.kv.pool import PoolSpec
 from jaxspec.models.spec import ModelSpec
 from jaxspec.program import Program
@@ -47,7 +47,8 @@ def pool_of(config: EngineConfig, spec: ModelSpec, drafter: Drafter, kernels: Ke
     width = min(whole, _pages_at_once(config, policy, drafter, page) or whole)
     form, draft, drafts = get_format(config.kv_dtype), drafter.model, drafter.tree.size
     one = PoolSpec(form, spec.num_layers, 1, page, spec.num_kv_heads, spec.head_dim, drafts, kernels, policy)
-    page_bytes = one.page_bytes
+    width += one.round_pages or 0  # as a prompt is there until what stays of it is elsewhere
+    one, page_bytes = replace(one, slots=width * page), one.page_bytes
     if draft is not None:
         page_bytes += one.of_draft(draft.num_layers, draft.num_kv_heads, draft.head_dim).page_bytes
     tails = config.max_batch * one.tail_bytes
@@ -65,6 +66,20 @@ def pool_of(config: EngineConfig, spec: ModelSpec, drafter: Drafter, kernels: Ke
 def kept_of(policy: Policy, drafter: Drafter) -> Kept | None:
     """What of a text must stay for the tokens to come, of which a draft model writes some late; None where all must."""
     return None if policy.last is None else Kept(policy.first, policy.last + (drafter.lag if drafter.model else 0))
+
+
+def budget_of(pool: PoolSpec, drafter: Drafter) -> Budget | None:
+    """What of a text stays where scores decide; None where they do not.
+
+    ConfigError where that is less than the tokens that a draft model may be behind.
+    """
+    tokens, limit, pages = pool.policy.budget, pool.limit, pool.round_pages
+    if tokens is None or limit is None or pages is None:
+        return None
+    if drafter.model is not None and tokens < FIRST + drafter.lag:
+        least = FIRST + drafter.lag
+        raise ConfigError(f"kv_heavy + kv_window are {tokens} tokens: a draft model needs {least} or more")
+    return Budget(tokens, limit, pages, VOTES)
 
 
 def _pages_at_once(config: EngineConfig, policy: Policy, drafter: Drafter, page: int) -> int | None:

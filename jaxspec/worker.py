@@ -53,6 +53,10 @@ class Worker:
         """A page of every layer becomes another's."""
         self.state = decode.copy_page(self.state, np.int32(source), np.int32(target), program=self.program)
 
+    def condense(self, row: int, source: np.ndarray, target: np.ndarray) -> None:
+        """What stays of a row goes from some pages to others."""
+        self.state = decode.condense_row(self.state, np.int32(row), source, target, program=self.program)
+
     def read_pages(self, pages: Sequence[int]) -> decode.Stored:
         """Begin to copy at most AT_ONCE pages to the host: what is written from now on does not touch the copy."""
         stored = decode.read_pages(self.state, _padded(pages, pages[0]), program=self.program)
@@ -102,10 +106,11 @@ class Worker:
         """The pages of all rows, and how many slots were given back of each."""
         self.state = decode.set_pages(self.state, table, dropped)
 
-    def prefill(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Write chunks of prompts: `rows` are the fields of `Rows`, one after the other."""
-        packed = Rows(*rows), tokens
-        self.state = decode.prefill(self.params, self.state, *packed, program=self.program, width=self._row_width)
+    def prefill(self, rows: np.ndarray, tokens: np.ndarray, votes: bool) -> None:
+        """Write chunks of prompts: `rows` are the fields of `Rows`, one after the other. Those that vote are rows of
+        one token."""
+        packed, width = (Rows(*rows), tokens), 1 if votes else self._row_width
+        self.state = decode.prefill(self.params, self.state, *packed, program=self.program, width=width, votes=votes)
         self._let_end()
 
     def run(self, active: np.ndarray, rounds: int, least_active: int) -> Output:

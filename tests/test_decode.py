@@ -1,6 +1,7 @@
 """The decode loop on a tiny model: laws 1, 3a and 6, ends, and what speculation must not change."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,12 @@ import pytest
 
 from jaxspec import decode
 from jaxspec.config import SamplingParams
+from jaxspec.kv.policy import Policy
 from jaxspec.program import Finish
 from jaxspec.sampling import sampling_row
 from jaxspec.tree import Tree
 from jaxspec.types import Drafter, Proposal
+from pallas_kernels.layout import Variant
 from tests.driver import PAGE, SPEC, VOCAB, Job, decode_all, make_program, page_lists, random_params, table_width
 
 PARAMS = random_params()
@@ -248,6 +251,18 @@ def test_law_6_rounds_copy_no_pool_and_call_no_host(tree, drafts: bool):
     assert not re.findall(rf"= {shape}\S* copy\(", text)
     assert set(re.findall(r'custom_call_target="([^"]*)"', text)) <= {"TopK"}
     assert not re.findall(r" (outfeed|infeed|send|recv)\(", text)
+
+
+def test_law_6_votes_and_condensing_copy_no_pool():
+    pool = replace(PLAIN.pool, policy=Policy(Variant(mass=True), heavy=3, recent=4), slots=table_width(PLAIN) * PAGE)
+    program = replace(PLAIN, pool=pool)
+    state, line = decode.init_state(program, 4, table_width(program)), np.zeros(table_width(program), np.int32)
+    condense = decode.condense_row.lower(state, np.int32(0), line, line, program=program).compile()
+    size = program.pool.page_bytes * program.pool.num_pages
+    for compiled in (compiled_run(program, 4), condense):
+        memory = compiled.memory_analysis()
+        assert memory.temp_size_in_bytes < size
+        assert memory.alias_size_in_bytes >= size
 
 
 def test_law_6_the_pool_is_updated_where_it_lies():

@@ -17,12 +17,14 @@ import pytest
 
 from jaxspec import decode, drafters
 from jaxspec.config import EngineConfig, SamplingParams
+from jaxspec.drafters import _model
 from jaxspec.engine import PLACES_A_LEVEL, Engine
 from jaxspec.host.blocks import Pages
 from jaxspec.host.scheduler import Scheduler
 from jaxspec.models.loading import LoadedModel, load_model
 from tests.driver import SPEC, VOCAB, random_params, write_heads
 from tests.oracles import toy_forward
+from tests.oracles.heavy import Rule
 from tests.oracles.serving import (
     Results,
     Work,
@@ -80,7 +82,7 @@ def build(monkeypatch: pytest.MonkeyPatch, made: dict, heads: dict[int, str]) ->
     """Makes an engine that prefills in chunks of any size, with rows of `row` tokens."""
 
     def get_drafter(config: EngineConfig, loaded: LoadedModel):
-        key = config.drafter, loaded.name, config.draft_adaptive
+        key = config.drafter, loaded.name, config.draft_adaptive, _model.LAG
         if key not in made:
             drafter, params = drafters.get_drafter(config, loaded)
             if drafter.model is not None:  # it always drafts: compiling rows for no draft would be lost time
@@ -115,11 +117,11 @@ def chunks(page: int) -> list[int]:
 
 
 CASES = [
-    (1, "none", "full"),
+    pytest.param(1, "none", "full", marks=pytest.mark.slow),
     (16, "none", "full"),
     (3, "ngram", "full"),
     (64, "layer_skip", "full"),
-    (3, "draft_model", "full"),
+    pytest.param(3, "draft_model", "full", marks=pytest.mark.slow),
     (3, "medusa", "full"),
     (1, "none", "sinks"),
     (4, "draft_model", "window"),
@@ -187,6 +189,49 @@ def test_law_3c_a_draft_model_that_drafts_seldom_keeps_in_step_though_pages_go_b
     assert all(done.drafted == done.accepted for done in rounds)
     assert sum(done.drafted for done in rounds) > 20
     compare(toy, work, results, engine.program.pool.policy)
+
+
+SLOW = [(1, "none"), (4, "draft_model"), (16, "layer_skip"), (5, "medusa"), (3, "ngram_medusa")]
+
+
+@pytest.mark.parametrize(
+    ("page", "drafter"), [(3, "ngram"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_law_3c_what_is_looked_at_stays(integers, toy, build, monkeypatch, page: int, drafter: str):
+    """Given how many tokens each round emitted, as its first has a vote and no other."""
+    monkeypatch.setattr("jaxspec.sizes.VOTES", 9)
+    monkeypatch.setattr("jaxspec.drafters._model.LAG", 9)
+    rng, rule = random.Random(f"{page} {drafter}"), Rule(heavy=6, recent=7, limit=13 + page, votes=9)
+    one, less, same, more = chunks(page)
+    hits = condensed = 0
+    for chunk, caching, scarce in ((one, True, False), (less, False, True), (same, True, True), (more, True, False)):
+        options = {"kv_policy": "h2o", "kv_heavy": rule.heavy, "kv_window": rule.recent}
+        engine = poison(build(toy, chunk=chunk, page_size=page, drafter=drafter, prefix_cache=caching, **options))
+        calls = counted(monkeypatch, "jaxspec.decode.condense_row")
+        work = some_work(toy, rng, page, aborts=0.1, rush=scarce)
+        results = serve(engine, work, engine.scheduler.table_width + 4 if scarce else None)
+        compare(toy, work, results, engine.program.pool.policy, rule)
+        hits, condensed = hits + engine.scheduler.counters.hit_tokens, condensed + len(calls)
+    assert hits > 40
+    assert condensed > 30
+
+
+def test_law_3c_company_changes_no_draft_where_drafts_have_a_say(integers, toy, build, monkeypatch):
+    """Rows draft now and then, in rounds of their own: what is written of one to the draft's cache, and before or after
+    it was condensed, is the same whatever the others do."""
+    monkeypatch.setattr("jaxspec.drafters._model.LAG", 10)
+    monkeypatch.setattr("jaxspec.drafters._pace.learn", lambda pace, *_: pace._replace(hits=pace.hits + 1))
+    seldom = lambda pace, *_: jnp.where(pace.hits % 7 == 6, DRAFTED, 0)  # noqa: E731
+    monkeypatch.setattr("jaxspec.drafters._pace.best_length", seldom)
+    options = {"kv_policy": "h2o", "kv_heavy": 6, "kv_window": 9, "draft_adaptive": True, "prefix_cache": False}
+    engine = poison(build(toy, chunk=14, page_size=3, drafter="draft_model", **options))
+    work = some_work(toy, random.Random(5), 3, count=8, rush=True)
+    together, alone = serve(engine, work), {}
+    for item in work:
+        alone |= serve(engine, [item])
+    assert sum(done.accepted for output in alone.values() for done in output.rounds) > 20
+    for key, output in alone.items():
+        assert (output.token_ids, output.rounds) == (together[key].token_ids, together[key].rounds)
 
 
 def test_law_3c_batches_of_any_size(integers, toy, build):

@@ -69,7 +69,7 @@ def _row(bench: Bench, case: Case) -> Row:
         "bytes_per_token": pool.token_bytes,
         "tail_bytes": pool.tail_bytes,
         "compression": plain.page_bytes / pool.page_bytes,
-        "held": pool.policy.most_seen(longest) / longest,
+        "held": min(pool.limit or longest, pool.policy.most_seen(longest)) / longest,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "speedup": statistics.median(own / base for own, base in turns) if turns else None,
         **(figures(marks, found.marks[first]) if marks else dict.fromkeys(QUALITY)),

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import PREFILL_ROW
 from jaxspec.errors import LoadError
-from jaxspec.kv.pool import Pool, PoolSpec
+from jaxspec.kv.pool import Pool, PoolSpec, condense
 from jaxspec.models.spec import ModelSpec
 from jaxspec.models.transformer import forward, logits_of
 from jaxspec.types import Params, Sequences
@@ -78,6 +78,8 @@ def compare(
 
 def read_window(subject: Subject, window: Sequence[int]) -> Float[Array, "N E"]:
     """Normalised hidden states at every token of a window, which has a multiple of PREFILL_ROW tokens."""
+    if subject.pool.policy.budget is not None:
+        return _read_singly(subject.params, jnp.asarray(window, jnp.int32), spec=subject.spec, pool_spec=subject.pool)
     rows, table = np.asarray(window, np.int32).reshape(-1, PREFILL_ROW), _table(subject.pool, len(window))
     pool_spec = replace(subject.pool, num_pages=int(table.max()) + 1)
     pool, hidden = pool_spec.allocate(1), []
@@ -120,6 +122,31 @@ def _extend(
     positions = starts[:, None] + jnp.arange(width)
     hidden, pool = forward(params, spec, pool_spec, rows, tokens, positions, None, pool, sequences)
     return hidden.reshape(-1, spec.embed_dim), pool
+
+
+@partial(jax.jit, static_argnames=("spec", "pool_spec"))
+def _read_singly(
+    params: Params, window: Int[Array, "N"], *, spec: ModelSpec, pool_spec: PoolSpec
+) -> Float[Array, "N E"]:
+    """The same where tokens have votes: each is a round of its own, as if it had been decoded."""
+    pages, limit = pool_spec.round_pages or 0, pool_spec.limit or 0
+    pool_spec = replace(pool_spec, num_pages=pages, slots=pages * pool_spec.page_size)
+    table, none, one = jnp.arange(pages), jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
+    sequences = Sequences(table[None, None], none[None], none[None], none)
+
+    def step(carry, token):
+        pool, length, position = carry
+        rows = Rows(none, length[None], one)
+        hidden, pool = forward(
+            params, spec, pool_spec, rows, token[None, None], position[None, None], None, pool, sequences
+        )
+        full = length + 1 >= limit
+        pool = jax.lax.cond(
+            full, lambda pool: condense(pool_spec, pool, none[0], length + 1, table, table), lambda pool: pool, pool
+        )
+        return (pool, jnp.where(full, pool_spec.policy.budget, length + 1), position + 1), hidden[0, 0]
+
+    return jax.lax.scan(step, (pool_spec.allocate(1), none[0], none[0]), window)[1]
 
 
 class _Prediction(NamedTuple):

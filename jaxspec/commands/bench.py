@@ -162,6 +162,7 @@ def kv(
     ] = 0,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of the timed cases.")] = 3,
     kv_window: Annotated[int, typer.Option(metavar="N", help=ENGINE["kv_window"].help)] = DEFAULTS.kv_window,
+    kv_heavy: Annotated[int, typer.Option(metavar="N", help=ENGINE["kv_heavy"].help)] = DEFAULTS.kv_heavy,
     kv_sinks: Annotated[int, typer.Option(metavar="N", help=ENGINE["kv_sinks"].help)] = DEFAULTS.kv_sinks,
     kv_positions: Annotated[str, typer.Option(metavar="TEXT", help=ENGINE["kv_positions"].help)] = (
         DEFAULTS.kv_positions
@@ -198,7 +199,12 @@ def kv(
 
     sizes = Sizes(tokens=tokens, window=window, repeats=repeats, lengths=_lengths(passkey), reach=reach)
     config = EngineConfig(
-        model=model, kv_memory=kv_memory, kv_window=kv_window, kv_sinks=kv_sinks, kv_positions=kv_positions
+        model=model,
+        kv_memory=kv_memory,
+        kv_window=kv_window,
+        kv_heavy=kv_heavy,
+        kv_sinks=kv_sinks,
+        kv_positions=kv_positions,
     )
     return compare(config, _names(weights), _names(formats), _names(policies), text, sizes, json_file, plot_file)
 

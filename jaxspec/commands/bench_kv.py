@@ -71,5 +71,6 @@ def _about(config: EngineConfig, text: Path | None, sizes: Sizes) -> dict[str, A
         "repeats": sizes.repeats,
         "reach": sizes.reach,
         "kv_window": config.kv_window,
+        "kv_heavy": config.kv_heavy,
         "kv_sinks": config.kv_sinks,
     }

@@ -87,9 +87,12 @@ ENGINE = {
     "kv_policy": Flag(
         str,
         "What stays in the cache: full, all of it; window, the last tokens; sinks, the first few besides "
-        "(StreamingLLM), for texts without end.",
+        "(StreamingLLM), for texts without end; h2o, the last and those that others looked at most.",
     ),
-    "kv_window": Flag(int, "window, sinks: tokens that one sees, itself and those just before it."),
+    "kv_window": Flag(
+        int, "window, sinks: tokens that one sees, itself and those just before it; h2o: last tokens that stay."
+    ),
+    "kv_heavy": Flag(int, "h2o: tokens that stay because others looked at them, in each head of each layer its own."),
     "kv_sinks": Flag(int, "sinks: tokens at the beginning that all see."),
     "kv_positions": Flag(str, "sinks: how far away the first tokens seem, by their place in the cache or the text."),
     "max_batch": Flag(int, "Samples decoded at once."),

@@ -25,7 +25,7 @@ Forward = Callable[..., tuple[Array, Pool]]
 CATCH_UP = 16
 """Tokens that one call writes to the draft's cache for rounds that drafted nothing."""
 LAG = 128
-"""Tokens that the draft's cache may be behind where pages go back: it needs what those tokens saw."""
+"""Tokens that the draft's cache may be behind where slots go back: it needs what those tokens saw."""
 
 
 class State(NamedTuple):
@@ -54,12 +54,13 @@ def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> 
         batch = view.progress.token.shape[0]
         wanted = _pace.best_length(state.pace, widths, cost) if adaptive else jnp.full(batch, count)
         wanted = jnp.where(view.progress.active, wanted, 0)
-        view = view._replace(sampling=_tempered(view.sampling, config.draft_temperature))
-
-        steps = jnp.max(wanted)
+        steps, drafts = jnp.max(wanted), wanted > 0
         run = partial(forward, params, model, pool_spec, distinct=True)
-        most = jnp.iinfo(jnp.int32).max if pool_spec.policy.last is None else LAG - count - 2
-        written, pool = _catch_up(run, state, view, pool, jnp.where(steps > 0, 0, most))
+        most = LAG - count - 2 if pool_spec.policy.forgets else jnp.iinfo(jnp.int32).max
+        written, pool = _catch_up(run, state, view, pool, jnp.where(drafts, 0, most))
+        # Rows that want none have none: what is written of a row when is not to depend on the others.
+        of_drafts = view.progress._replace(active=drafts)
+        view = view._replace(progress=of_drafts, sampling=_tempered(view.sampling, config.draft_temperature))
         previous = read(state.text, jnp.maximum(state.text.length - 2, 0), 1)
 
         def step(index, carry):
@@ -77,13 +78,15 @@ def model_drafter(model: ModelSpec, target: ModelSpec, config: EngineConfig) -> 
         counts = jnp.zeros((batch, 1, width), jnp.int32)
         start = jnp.zeros((batch, count), jnp.int32), q, counts, pool
         tokens, q, _, pool = jax.lax.fori_loop(0, steps, step, start)
-        written = jnp.where(view.progress.active & (steps > 0), state.text.length - 1 + steps, written)
+        written = jnp.where(drafts, state.text.length - 1 + wanted, written)
         return Proposal(tokens, jnp.arange(count) < wanted[:, None], q), state._replace(written=written), pool
 
     return Drafter(Tree.chain(count), widths, _init, _admit, propose, _observe, model, lag=LAG)
 
 
-def _catch_up(run: Forward, state: State, view: View, pool: Pool, most) -> tuple[Int[Array, "B"], Pool]:
+def _catch_up(
+    run: Forward, state: State, view: View, pool: Pool, most: Int[Array, "B"]
+) -> tuple[Int[Array, "B"], Pool]:
     """Write what rounds without drafts have left out where that is more than `most` tokens; all but the last token
     before the root.
 

@@ -71,6 +71,19 @@ class Kept(NamedTuple):
     """Before the next one to be written."""
 
 
+class Budget(NamedTuple):
+    """What of a text stays where scores decide which of its tokens do (H2O, Zhang et al., 2023)."""
+
+    tokens: int
+    """That stay."""
+    limit: int
+    """Slots that a text must have for all others to go."""
+    pages: int
+    """That are its own once it goes on so: they do for `limit` slots and the drafts of a round."""
+    votes: int
+    """Last tokens of a prompt before the root that must be computed, found or not: they score what is before them."""
+
+
 @dataclass
 class PageTable:
     """The pages of one sequence, in order: slot i lies in `pages[i // page_size]`.
@@ -82,8 +95,8 @@ class PageTable:
     tokens: int = 0
     """Committed ones. Pages beyond those that they need are look-ahead."""
     dropped: int = 0
-    """Slots of pages that were given back from the middle: those behind moved up, so that later tokens have slots that
-    many before their place in the text."""
+    """Slots that were given back from the middle: those behind moved up, so that later tokens have slots that many
+    before their place in the text. They are those of whole pages, but where scores decide what stays."""
 
     @property
     def slots(self) -> int:
@@ -169,6 +182,13 @@ class Pages:
             return 0
         whole = (tokens - self.kept.last) // self.page_size
         return max(whole - self.first, 0) * self.page_size
+
+    def condense(self, table: PageTable, budget: Budget) -> list[int]:
+        """Give back all but the last pages, where the tokens that stay are now; returns those that are free."""
+        gone = table.pages[: -budget.pages]
+        del table.pages[: len(gone)]
+        table.dropped = table.tokens - budget.tokens
+        return self.allocator.release(gone[::-1])
 
     def pages_of_text(self, table: PageTable) -> list[int | None]:
         """The pages of a text from its beginning on, None where they were given back."""

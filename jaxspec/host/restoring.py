@@ -14,10 +14,9 @@ class Tiers:
     def __init__(self, offload: Offload, tables: Pages) -> None:
         self.offload, self.tables = offload, tables
 
-    def restore(self, running: Running) -> bool:
-        """Fill the pages that a sample has behind its committed tokens, as far as its text is kept; whether all of them
-        are full now, and more is wanted."""
-        limit = len(running.tokens) - 1
+    def restore(self, running: Running, limit: int) -> bool:
+        """Fill the pages that a sample has behind its committed tokens, as far as the first `limit` of its text are
+        kept; whether all of them are full now, and more is wanted."""
         keys = page_keys(running.tokens, limit, running.sample.namespace, self.tables.page_size)
         return self._fill(running, keys, limit)
 

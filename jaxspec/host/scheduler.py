@@ -7,12 +7,13 @@ way. So whoever came first always gets on.
 
 import sys
 from bisect import insort
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxspec.errors import CapacityError
-from jaxspec.host.blocks import Copy, Kept, PageAllocator, Pages, PageTable, Waste
+from jaxspec.host.blocks import Budget, Copy, Kept, PageAllocator, Pages, PageTable, Waste
 from jaxspec.host.offload import Offload
 from jaxspec.host.output import Transcript
 from jaxspec.host.pins import Pins
@@ -36,6 +37,8 @@ class Chunk(NamedTuple):
     start: int
     """Slot of the first one."""
     tokens: list[int]
+    votes: bool = False
+    """Whether they score what is before them, each for itself."""
 
 
 @dataclass
@@ -60,6 +63,8 @@ class Scheduler:
     room for a request of `max_context` tokens; None is for no pins. Without `publish_output` the prefix cache keeps
     prompts only, without `share_partial` the samples of a prompt share whole pages only. Of a text what is not `kept`
     goes back while it grows, and it never has more than `table_width` pages: enough for those and what a call writes.
+    With a `budget` a text is condensed where it has grown too long, in pages that it has from the beginning on: what is
+    gone by then cannot be computed again, so no request may ever have to give way.
     `offload` keeps the pages that the prefix cache gives up.
     """
 
@@ -76,6 +81,7 @@ class Scheduler:
         publish_output: bool = True,
         share_partial: bool = True,
         kept: Kept | None = None,
+        budget: Budget | None = None,
         table_width: int | None = None,
         offload: Offload | None = None,
     ) -> None:
@@ -84,7 +90,9 @@ class Scheduler:
         self.offload, self.tiers = offload, offload and Tiers(offload, self.tables)
         self.cache = RadixCache(self.pages, page_size, offload and offload.keep) if prefix_cache else None
         self.table_width = table_width or sys.maxsize
+        self.budget = budget
         largest = num_pages if max_context is None else self.tables.count(max_context - 1 + look_ahead)
+        largest += budget.pages if budget else 0
         self.pins = Pins(self.cache, num_pages - min(largest, self.table_width))
         self.look_ahead, self.max_emitted, self.max_batch = look_ahead, max_emitted, max_batch
         self.publish_output, self.share_partial = publish_output, share_partial
@@ -95,7 +103,13 @@ class Scheduler:
     def pages_needed(self, sample: Sample) -> int:
         """Pages for the prompt, all the tokens it may emit, and the drafts past the last one, as far as it has them all
         at once."""
-        return min(self.tables.count(self._limit(sample)), self.table_width)
+        whole, budget = self.tables.count(self._limit(sample)), self.budget
+        if budget is None:
+            return min(whole, self.table_width)
+        if self._limit(sample) - self.look_ahead <= budget.limit:
+            return whole
+        # Whole pages of the prompt may be found by others: they are not its own.
+        return (len(sample.prompt_ids) - 1) // self.tables.page_size + budget.pages
 
     @property
     def wanted_rows(self) -> int:
@@ -144,11 +158,12 @@ class Scheduler:
         for running in sorted((r for r in self.rows.values() if not r.prefilled), key=_place):
             if budget:
                 self._look_again(running)
-            start = running.table.tokens
-            tokens = running.tokens[start : min(start + budget, self._room(running), len(running.tokens) - 1)]
+            start, votes, end = running.table.tokens, self._voters(running), len(running.tokens) - 1
+            end = min(start + budget, self._room(running), end if start >= votes else votes)
+            tokens = running.tokens[start:end]
             if not tokens:
                 break
-            chunks.append(Chunk(running, running.table.slots, tokens))
+            chunks.append(Chunk(running, running.table.slots, tokens, start >= votes))
             budget -= len(tokens)
             self.counters.computed_tokens += len(tokens)
             self.tables.commit(running.table, start + len(tokens))
@@ -176,10 +191,21 @@ class Scheduler:
             else:
                 return rounds, gone
 
+    def condense(self) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Rows whose texts have come to their limit, the pages that hold them, and those for what stays of them.
+
+        The device must have been told of one before the next is asked for: pages go back then.
+        """
+        for row, running in self.decoding.items():
+            table, budget = running.table, self.budget
+            if budget is not None and table.slots >= budget.limit:
+                yield row, table.pages[: self.tables.count(table.slots)], table.pages[-budget.pages :]
+                self.tables.condense(table, budget)
+
     def preempt(self) -> tuple[int, Running]:
         """Send the last in line back to wait, without its pages; returns the row it had, too."""
         running = max(self.rows.values(), key=_place)
-        if self.tiers is not None:
+        if self.tiers is not None and self.budget is None:  # with one, it must count votes again
             self.tiers.keep(running)
         row = self._leave(running)
         running.resumed = True
@@ -191,7 +217,8 @@ class Scheduler:
         """Take emitted tokens to the books, and give back the pages that were reserved for more."""
         running.tokens += emitted
         self.tables.commit(running.table, len(running.tokens) - 1)
-        self.tables.trim(running.table)
+        if self.budget is None:
+            self.tables.trim(running.table)
 
     def publish(self, running: Running) -> None:
         """Let others find the whole pages of a sample. Everything committed must be on its way to the device."""
@@ -239,8 +266,15 @@ class Scheduler:
         """Slots it may ever write: the last token of all is emitted and never written."""
         return len(sample.prompt_ids) + sample.max_tokens - 1 + self.look_ahead
 
+    def _voters(self, running: Running) -> int:
+        """Where the last tokens before the root begin, of which each must be computed: the root, where none need be."""
+        return max(len(running.tokens) - 1 - (self.budget.votes if self.budget else 0), 0)
+
     def _slots(self, running: Running, rounds: int) -> int:
         """Slots that so many rounds may write."""
+        if self.budget is not None:
+            whole = self.pages_needed(running.sample) * self.tables.page_size
+            return whole if running.row is None else self._room(running)
         length = len(running.tokens) - 1
         return min(length + (rounds - 1) * self.max_emitted + 1 + self.look_ahead, self._limit(running.sample))
 
@@ -253,7 +287,7 @@ class Scheduler:
 
     def _take_over(self, running: Running, parent: Running | None) -> Copy | None:
         """Start a sample on pages that hold the beginning of its text already."""
-        if parent is not None:
+        if parent is not None and self.budget is None:
             length = len(running.tokens) - 1
             if not self.share_partial:
                 length -= length % self.tables.page_size
@@ -262,9 +296,13 @@ class Scheduler:
             if prompt.dropped <= self.tables.droppable(length) and (whole or self._free(1)):
                 running.table, copy = self.tables.fork(prompt)
                 return copy
-        pages = self.cache.match(running.tokens, running.sample.namespace) if self.cache else []
+        pages = self._match(self.cache, running) if self.cache else []
         running.table = PageTable(pages, len(pages) * self.tables.page_size)
         return None
+
+    def _match(self, cache: RadixCache, running: Running) -> list[int]:
+        """Pages of the prefix cache that a sample may begin with."""
+        return cache.match(running.tokens[: self._voters(running) + 1], running.sample.namespace)
 
     def _restore(self, running: Running) -> None:
         """Bring back what the prefix cache had to give up of a text: a copy costs less than computing it again."""
@@ -272,7 +310,7 @@ class Scheduler:
             return
         before = running.table.tokens
         with suppress(CapacityError):  # then the rest is computed
-            while self.tiers.restore(running):
+            while self.tiers.restore(running, self._voters(running)):
                 self.publish(running)
                 self._take(running, self._slots(running, 1))
         self.tiers.restore_own(running)
@@ -284,7 +322,7 @@ class Scheduler:
         """Take from the prefix cache what others have written since: of those who begin alike one computes."""
         if self.cache is None:
             return
-        table, found = running.table, self.cache.match(running.tokens, running.sample.namespace)
+        table, found = running.table, self._match(self.cache, running)
         gained = len(found) * self.tables.page_size - table.tokens
         spare = found
         if gained > 0:

@@ -1,19 +1,25 @@
 """What an eviction policy of the key/value cache must say."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.layout import PLAIN, Variant
 
+VOTES = 64
+"""Last tokens of a prompt, before the root, that score what comes before them where scores decide what stays."""
+FIRST = 4
+"""Tokens at the beginning that stay in the cache of a draft model, which scores nothing: the others are the last."""
+
 
 @dataclass(frozen=True)
 class Policy:
     """What a token sees of those before it.
 
-    That is a function of its position alone, never of when pages went back: so chunks, drafts, preemption and prefixes
-    that were found change nothing. Keys stay as they were written, in positions of the text.
+    Without `heavy` that is a function of its position alone, never of when pages went back: so chunks, drafts,
+    preemption and prefixes that were found change nothing. With it, it is one of the request's own history: of its
+    text, and of which of its tokens were roots. Keys stay as they were written, in positions of the text.
     """
 
     variant: Variant = PLAIN
@@ -22,6 +28,11 @@ class Policy:
     by_cache: bool = False
     """Whether tokens see the sinks as if what lies between sinks and window had never been (StreamingLLM, Xiao et al.,
     2024); else from where they are in the text. Later keys keep their distances either way."""
+    heavy: int = 0
+    """Where it is not 0, so many tokens that others looked at most, and the last `recent` ones, are all that stays of a
+    text that has become a page longer, in each key/value head of each layer its own (H2O, Zhang et al.,
+    2023). It is roots that look, and the last tokens of a prompt: `variant.mass` tells how much."""
+    recent: int = 0
 
     @property
     def first(self) -> int:
@@ -32,6 +43,21 @@ class Policy:
     def last(self) -> int | None:
         """Tokens before the next one that it sees; None where it sees all."""
         return None if self.variant.window is None else self.variant.window - 1
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens that stay of a longer text where scores decide which; None where positions do."""
+        return self.heavy + self.recent if self.heavy else None
+
+    @property
+    def forgets(self) -> bool:
+        """Whether anything goes before the end."""
+        return self.last is not None or self.budget is not None
+
+    @property
+    def silent(self) -> "Policy":
+        """The same for tokens that score nothing."""
+        return replace(self, variant=replace(self.variant, mass=False))
 
     def most_seen(self, context: int) -> int:
         """Tokens that one sees at most, itself included, in a text of so many."""

@@ -1,17 +1,17 @@
 """The page pool: all layers in one array per stored kind, carried through the rounds and donated."""
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxspec.kv import tail
+from jaxspec.kv import scores, tail
 from jaxspec.kv.bits import as_bits
 from jaxspec.kv.format import Format
-from jaxspec.kv.policy import FULL, Policy
+from jaxspec.kv.policy import FIRST, FULL, Policy
 from jaxspec.parallel import MODEL
 from jaxspec.target import platform
 from jaxspec.types import Sequences
@@ -28,6 +28,10 @@ from pallas_kernels import (
 )
 
 Pool = dict[str, Array]
+OF_SEQUENCES = (tail.TAIL, scores.SCORES)
+"""Arrays of a pool that have the batch first, and not pages."""
+TOGETHER = 64
+"""Slots that are moved as one row."""
 SHARED = PartitionSpec(None, MODEL)
 """Several devices share a pool by key/value heads: pages have them second."""
 
@@ -43,11 +47,13 @@ class PoolSpec:
     num_kv_heads: int
     head_dim: int
     look_ahead: int = 0
-    """Draft nodes that a tail has room for, where the format has tails."""
+    """Draft nodes of a round, for which tails have room."""
     kernels: Kernels = XLA
     """What reads and writes the pages."""
     policy: Policy = FULL
     """What tokens see of what is stored."""
+    slots: int = 0
+    """Of a sequence at most, where the policy scores them."""
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The stored arrays."""
@@ -55,10 +61,14 @@ class PoolSpec:
         return self._kept(self.format.arrays(pages, self.page_size, self.num_kv_heads, self.head_dim))
 
     def tails(self, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """What `batch` sequences have apart from their pages: see `jaxspec.kv.tail`."""
-        slots = self.format.group + self.look_ahead
-        shape = (batch, self.num_layers, self.num_kv_heads, 2, slots, self.head_dim)
-        return self._kept({tail.TAIL: jax.ShapeDtypeStruct(shape, tail.DTYPE)} if self.format.group else {})
+        """What `batch` sequences have apart from their pages: see `jaxspec.kv.tail` and `jaxspec.kv.scores`."""
+        arrays, each = {}, (batch, self.num_layers, self.num_kv_heads)
+        if self.format.group:
+            shape = (*each, 2, self.format.group + self.look_ahead, self.head_dim)
+            arrays[tail.TAIL] = jax.ShapeDtypeStruct(shape, tail.DTYPE)
+        if self.policy.variant.mass:
+            arrays[scores.SCORES] = jax.ShapeDtypeStruct((*each, self.slots), scores.DTYPE)
+        return self._kept(arrays)
 
     def allocate(self, batch: int) -> Pool:
         """An empty pool for so many sequences: zeros, so that a masked value is never NaN."""
@@ -69,7 +79,22 @@ class PoolSpec:
     def of_draft(self, num_layers: int, num_kv_heads: int, head_dim: int) -> "PoolSpec":
         """The pool of a draft model: as many pages, of as many slots."""
         form = self.format.draft or self.format
-        return replace(self, format=form, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        return replace(self.silent, format=form, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+    @property
+    def silent(self) -> "PoolSpec":
+        """The same pool for tokens that score nothing."""
+        return replace(self, policy=self.policy.silent)
+
+    @property
+    def limit(self) -> int | None:
+        """Committed slots from which on a sequence waits until it is condensed; None where that never happens."""
+        return None if self.policy.budget is None else self.policy.budget + self.page_size
+
+    @property
+    def round_pages(self) -> int | None:
+        """Pages of a sequence that rounds look at or write to; None where that may be any."""
+        return None if self.limit is None else -(-(self.limit + self.look_ahead) // self.page_size)
 
     def _kept(self, arrays: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
         bits = self.kernels == XLA and platform() == "cpu"
@@ -122,7 +147,7 @@ def write_and_attend(
     group = spec.format.group
     if not group:
         pool = append(spec, pool, layer, rows, table, k, v, distinct)
-        return attend(spec, pool, layer, rows, table, ancestors, q, None, sink_queries), pool
+        return attend(spec, pool, layer, rows, table, ancestors, q, None, sink_queries)
     block = tail.own_group(pool, group, layer, rows, k, v)
     pool = tail.extend(pool, group, layer, rows, k, v)
     if ancestors is None:
@@ -130,7 +155,7 @@ def write_and_attend(
         pages, offsets = _begin_of_group(spec, rows.sequence, rows.start, table)
         pool = tail.store(spec.format, pool, end >= group, _physical(spec, layer, pages), offsets, block)
     last = tail.visible(block, group, rows)
-    return attend(spec, pool, layer, rows, table, ancestors, q, last, sink_queries), pool
+    return attend(spec, pool, layer, rows, table, ancestors, q, last, sink_queries)
 
 
 def append(
@@ -144,10 +169,11 @@ def append(
     distinct: bool = False,
 ) -> Pool:
     """Write the rows' keys and values into their slots of one layer; padding tokens are dropped."""
+    pages, stored = table + layer * spec.num_pages, _stored(spec, pool)
     if spec.has_kernels:
-        return append_pages(pool, rows, table + layer * spec.num_pages, k, v, distinct=distinct, kernels=spec.kernels)
+        return pool | append_pages(stored, rows, pages, k, v, distinct=distinct, kernels=spec.kernels)
     pages, offsets = page_slots(rows, table, spec.page_size, k.shape[1])
-    return spec.format.write(pool, _physical(spec, layer, pages), offsets, k, v)
+    return pool | spec.format.write(stored, _physical(spec, layer, pages), offsets, k, v)
 
 
 def attend(
@@ -160,11 +186,12 @@ def attend(
     q: Float[Array, "R T K G D"],
     last: Tail | None = None,
     sink_queries: Float[Array, "R T K G D"] | None = None,
-) -> Float[Array, "R T K G D"]:
-    """Attention of one layer's queries over what is stored, the rows' own tokens included."""
-    mixed = paged_attention(
+) -> tuple[Float[Array, "R T K G D"], Pool]:
+    """Attention of one layer's queries over what is stored, the rows' own tokens included; and the pool with the scores
+    that come of it, where the policy wants them."""
+    found = paged_attention(
         q,
-        pool,
+        _stored(spec, pool),
         spec.format.read,
         rows,
         table + layer * spec.num_pages,
@@ -176,7 +203,10 @@ def attend(
         variant=spec.policy.variant,
         kernels=spec.kernels,
     )
-    return cast(Array, mixed)  # as no mass is asked for
+    if isinstance(found, tuple):
+        mixed, mass = found
+        return mixed, scores.vote(pool, layer, rows, mass)
+    return found, pool
 
 
 def compact(spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "B D"], count: Int[Array, "B"]) -> Pool:
@@ -188,7 +218,8 @@ def compact(spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "
         return _compact_tails(spec, pool, table, length, path, count)
     if spec.has_kernels:
         size = {"num_layers": spec.num_layers, "num_pages": spec.num_pages}
-        return commit_pages(pool, table, length, path, count, **size, kernels=spec.kernels)
+        moved = commit_pages(_stored(spec, pool), table, length, path, count, **size, kernels=spec.kernels)
+        return pool | moved
     target = page_slots(Rows(batch, length, count), table, spec.page_size, depth)
     slot = length[:, None] + path
     source = table[batch[:, None], jnp.minimum(slot // spec.page_size, table.shape[1] - 1)], slot % spec.page_size
@@ -197,7 +228,7 @@ def compact(spec: PoolSpec, pool: Pool, sequences: Sequences, path: Int[Array, "
     def every_layer(pages, offsets):
         return _physical(spec, layers, pages[None]), jnp.broadcast_to(offsets, (spec.num_layers, *offsets.shape))
 
-    return spec.format.move(pool, every_layer(*source), every_layer(*target))
+    return pool | spec.format.move(_stored(spec, pool), every_layer(*source), every_layer(*target))
 
 
 def _compact_tails(spec: PoolSpec, pool: Pool, table, length, path, count) -> Pool:
@@ -207,6 +238,43 @@ def _compact_tails(spec: PoolSpec, pool: Pool, table, length, path, count) -> Po
     pages = _physical(spec, jnp.arange(spec.num_layers), pages[:, None])
     whole = tail.place(length, group) + count >= group
     return tail.store(spec.format, pool, whole[:, None], pages, offsets[:, None], pool[tail.TAIL])
+
+
+def condense(
+    spec: PoolSpec,
+    pool: Pool,
+    row: Int[Array, ""],
+    length: Int[Array, ""],
+    source: Int[Array, "P"],
+    target: Int[Array, "P"],
+) -> Pool:
+    """Leave of a sequence's `length` slots those that its policy lets stay, moved together: they are in the pages
+    `source` and go to `target`, which may have pages in common. A pool without scores keeps the first and the last.
+
+    In each layer every slot is read before any is written; what else is in the target's pages means nothing afterwards.
+    What was read is written as any other row is, in pages where they lie, and is stored as it was before.
+    """
+    policy, heads = spec.policy, jnp.arange(spec.num_kv_heads)[:, None]
+    if scores.SCORES in pool:
+        stay, left = scores.heaviest(pool[scores.SCORES][row], length, policy.heavy, policy.recent)
+        pool = pool | {scores.SCORES: pool[scores.SCORES].at[row].set(left)}
+    else:
+        stay = scores.ends(length, FIRST, policy.heavy + policy.recent - FIRST)
+    size = stay.shape[-1]
+    stay = jnp.broadcast_to(stay, (spec.num_layers, spec.num_kv_heads, size))
+    starts = jnp.arange(0, size, TOGETHER)
+    rows = Rows(jnp.zeros_like(starts), starts, jnp.minimum(size - starts, TOGETHER))
+
+    def of_layer(layer, pool: Pool) -> Pool:
+        def found(which: int) -> Float[Array, "R T K D"]:
+            stored = spec.format.read(pool, source + layer * spec.num_pages, which)  # [P, K, page, D]
+            kept = stored[stay[layer] // spec.page_size, heads, stay[layer] % spec.page_size].swapaxes(0, 1)
+            missing = len(starts) * TOGETHER - size
+            return jnp.pad(kept, ((0, missing), (0, 0), (0, 0))).reshape(len(starts), TOGETHER, *kept.shape[1:])
+
+        return append(spec, pool, layer, rows, target[None], found(0), found(1))
+
+    return jax.lax.fori_loop(0, spec.num_layers, of_layer, pool)
 
 
 def duplicate(spec: PoolSpec, pool: Pool, source: Int[Array, ""], target: Int[Array, ""]) -> Pool:
@@ -228,6 +296,11 @@ def put_pages(spec: PoolSpec, pool: Pool, pages: Int[Array, "N"], stored: Pool) 
 
 def _of_layers(spec: PoolSpec, pages: Int[Array, "N"]) -> Int[Array, "N L"]:
     return _physical(spec, jnp.arange(spec.num_layers), pages[:, None])
+
+
+def _stored(spec: PoolSpec, pool: Pool) -> Pool:
+    """What is in pages, without what sequences have apart from them."""
+    return {name: pool[name] for name in spec.shapes()}
 
 
 def _begin_of_group(spec: PoolSpec, sequence, slot, table) -> tuple[Int[Array, "R"], Int[Array, "R"]]:

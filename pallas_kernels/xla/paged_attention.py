@@ -40,6 +40,9 @@ class _Sums(NamedTuple):
     peak: Float[Array, "R K Q"]
     total: Float[Array, "R K Q"]
     mixed: Float[Array, "R K Q D"]
+    logits: Float[Array, "R P K G page"] | None
+    """Of each row's first token, by page, where its mass is asked for: pages are not looked at a second time, as they
+    may have been written to by then, which would have XLA copy them all."""
 
 
 class _Task(NamedTuple):
@@ -91,7 +94,7 @@ def paged_attention(
     if asked.tail is not None:
         sums = _add(sums, *_of_tail(task, asked, asked.tail))
     out = sums.mixed / jnp.maximum(sums.total, 1e-30)[..., None]
-    mass = _mass(task, asked, sums) if variant.mass else None
+    mass = None if sums.logits is None else _mass(task, asked, sums, sums.logits)
     if order is not None:
         out, mass = jax.tree.map(lambda a: a[jnp.argsort(order)], (out, mass))
     out = out.reshape(num_rows, heads, width, group, dim).transpose(0, 2, 1, 3, 4).astype(q.dtype)
@@ -106,9 +109,13 @@ def _sink_pages(task: _Task) -> int:
 def _over_sinks(task: _Task, asked: _Asked) -> _Sums:
     """The sums over the sinks' pages, where a window would leave them out; else empty ones."""
     empty = jnp.zeros(asked.queries.shape[:-1], jnp.float32)
-    sums = _Sums(empty + MASKED, empty, jnp.zeros(asked.queries.shape, jnp.float32))
+    logits, (num_rows, heads, queries) = None, empty.shape
+    if task.variant.mass:
+        shape = num_rows, asked.table.shape[1], heads, queries // task.width, task.page
+        logits = jnp.full(shape, MASKED, jnp.float32)
+    sums = _Sums(empty + MASKED, empty, jnp.zeros(asked.queries.shape, jnp.float32), logits)
     for index in range(_sink_pages(task)):
-        sums = _add(sums, *_of_page(task, asked, jnp.full_like(asked.first, index)))
+        sums = _add_page(task, asked, sums, jnp.full_like(asked.first, index))
     return sums
 
 
@@ -120,7 +127,7 @@ def _over_pages(task: _Task, asked: _Asked, sums: _Sums, used: Int[Array, "R"]) 
         part = jax.tree.map(lambda a, size=size: a[:size], asked)
 
         def add_page(index, sums: _Sums, part: _Asked = part) -> _Sums:
-            return _add(sums, *_of_page(task, part, part.first + index))
+            return _add_page(task, part, sums, part.first + index)
 
         end = jnp.maximum(begin, used[half] if half else jnp.max(used))
         done = jax.lax.fori_loop(begin, end, add_page, jax.tree.map(lambda a, size=size: a[:size], sums))
@@ -128,6 +135,16 @@ def _over_pages(task: _Task, asked: _Asked, sums: _Sums, used: Int[Array, "R"]) 
         if not half:
             return sums
         size, begin = half, end
+
+
+def _add_page(task: _Task, asked: _Asked, sums: _Sums, index: Int[Array, "R"]) -> _Sums:
+    """The softmax with one page of each row in it."""
+    score, values = _of_page(task, asked, index)
+    sums = _add(sums, score, values)
+    if sums.logits is None:
+        return sums
+    first = score[:, :, : sums.logits.shape[3]]
+    return sums._replace(logits=sums.logits.at[jnp.arange(len(index)), index].set(first, mode="drop"))
 
 
 def _of_page(task: _Task, asked: _Asked, index: Int[Array, "R"]):
@@ -179,31 +196,21 @@ def _add(sums: _Sums, score: Float[Array, "R K Q S"], values: Float[Array, "R K 
     weight = jnp.exp(score - peak[..., None])
     fade = jnp.exp(sums.peak - peak)
     update = jnp.einsum("rkqc,rkcd->rkqd", weight.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return _Sums(peak, sums.total * fade + weight.sum(-1), sums.mixed * fade[..., None] + update)
+    total = sums.total * fade + weight.sum(-1)
+    return sums._replace(peak=peak, total=total, mixed=sums.mixed * fade[..., None] + update)
 
 
-def _mass(task: _Task, asked: _Asked, sums: _Sums) -> Float[Array, "R K S"]:
+def _mass(task: _Task, asked: _Asked, sums: _Sums, logits: Float[Array, "R P K G page"]) -> Float[Array, "R K S"]:
     """The softmax weights of each row's first token at all slots of the page table, a mean over its queries."""
-    group = asked.queries.shape[2] // task.width
-    first = jax.tree.map(lambda a: a[:, :, :group], (asked.queries, asked.sink_queries, sums))
-    ancestors = None if asked.ancestors is None else asked.ancestors[:, :1]
-    task, asked = task._replace(width=1), asked._replace(queries=first[0], sink_queries=first[1], ancestors=ancestors)
-    peak, total = first[2].peak[..., None], jnp.maximum(first[2].total, 1e-30)[..., None]
+    num_rows, pages, heads, group, page = logits.shape
+    peak, total = sums.peak[:, :, :group, None], jnp.maximum(sums.total, 1e-30)[:, :, :group, None]
 
     def weights(score):
         return jnp.where(score > MASKED / 2, jnp.exp(score - peak) / total, 0).mean(2)
 
-    pages = asked.table.shape[1]
-    empty = jnp.zeros((*asked.queries.shape[:2], pages * task.page), jnp.float32)
-
-    def add_page(index, mass):
-        found = weights(_of_page(task, asked, jnp.full_like(asked.first, index))[0])
-        return jax.lax.dynamic_update_slice_in_dim(mass, found, index * task.page, axis=2)
-
-    used = jnp.max(jnp.where(asked.rows.count > 0, (asked.rows.start + task.page) // task.page, 0))
-    mass = jax.lax.fori_loop(0, used, add_page, empty)
+    mass = weights(jnp.moveaxis(logits, 1, 3).reshape(num_rows, heads, group, pages * page))
     if asked.tail is None:
         return mass
-    found = weights(_of_tail(task, asked, asked.tail)[0])
+    found = weights(_of_tail(task, asked, asked.tail)[0][:, :, :group])
     rows = jnp.arange(found.shape[0])[:, None]
     return mass.at[rows, :, _slots_of(asked.tail)].add(jnp.moveaxis(found, 1, 2), mode="drop")

@@ -99,6 +99,7 @@ def test_prefix_hits_all_but_the_first_readers(bench):
         assert on["hit_tokens"] == on["prompt_tokens"] - 12 - on["computed_tokens"]
 
 
+@pytest.mark.slow
 def test_conversations_recompute_little(bench):
     measured = [one for one in run("prefix", bench) if one.scenario == "growing"]
     assert [one.case for one in measured] == ["agent", "chat"]

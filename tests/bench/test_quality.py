@@ -15,7 +15,7 @@ from jaxspec.kv.pool import PoolSpec
 from jaxspec.types import Params
 from pallas_kernels.layout import Variant
 from tests.driver import SPEC, VOCAB, random_params
-from tests.oracles import dense
+from tests.oracles import dense, heavy
 
 PARAMS, OTHER = random_params().target, random_params(1).target
 
@@ -54,6 +54,15 @@ def test_marks_are_those_of_a_dense_forward() -> None:
     np.testing.assert_array_equal(other.agrees, p.argmax(1) == q.argmax(1))
     assert 0 < other.agrees.mean() < 0.5
     assert told == [320, 320]
+
+
+def test_where_tokens_have_votes_each_is_read_for_itself() -> None:
+    """Pages of 64 slots: of 144 tokens that are there 80 stay, twice."""
+    text = np.random.default_rng(2).integers(0, VOCAB, 256).tolist()
+    [marks] = compare([subject(policy=Policy(Variant(mass=True), heavy=30, recent=50))], text)
+    rounds = [[token] for token in text[1:]]
+    expected = heavy.logprobs(PARAMS, SPEC, text[:1], rounds, heavy.Rule(30, 50, 144))
+    np.testing.assert_allclose(-marks.surprise, expected[np.arange(255), text[1:]], atol=1e-3)
 
 
 @pytest.mark.parametrize(("window", "sinks", "by_cache"), [(70, 0, False), (64, 4, True)])

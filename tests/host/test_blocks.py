@@ -5,7 +5,7 @@ import time
 import pytest
 
 from jaxspec.errors import CapacityError
-from jaxspec.host.blocks import Copy, Kept, PageAllocator, Pages, PageTable, Waste
+from jaxspec.host.blocks import Budget, Copy, Kept, PageAllocator, Pages, PageTable, Waste
 
 
 @pytest.fixture
@@ -214,3 +214,16 @@ def test_what_need_not_stay_goes_back_from_the_middle(allocator: PageAllocator) 
     pages.release(fork)
     assert set(pages.release(table)) == {first, *others[:-1]}
     assert (table, allocator.free) == (PageTable(), 8)
+
+
+def test_a_condensed_text_has_its_last_pages_and_as_many_slots_as_stay(allocator: PageAllocator) -> None:
+    pages, budget, table = Pages(allocator, 4), Budget(tokens=5, limit=9, pages=3, votes=0), PageTable()
+    pages.reserve(table, 28)
+    gone, own = table.pages[:4], table.pages[4:]
+    allocator.share(gone[:1])  # the prefix cache has it
+    pages.commit(table, 18)
+    assert pages.condense(table, budget) == gone[:0:-1]
+    assert (table, table.slots) == (PageTable(own, 18, 13), 5)
+    pages.commit(table, 22)
+    assert (pages.condense(table, budget), table) == ([], PageTable(own, 22, 17))
+    assert allocator.references(gone[0]) == 1

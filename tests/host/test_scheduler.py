@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jaxspec.host.blocks import Copy
+from jaxspec.host.blocks import Budget, Copy
 from jaxspec.host.scheduler import Chunk
 from tests.oracles.scheduling import LEVEL, add, admit, check, emit, empty, make, names, prefill, start
 
@@ -327,3 +327,63 @@ def test_of_those_who_begin_alike_one_computes():
     assert len(shared) == 10
     assert scheduler.pages.free == scheduler.pages.num_pages - taken + 20
     check(scheduler)
+
+
+BUDGET = Budget(tokens=10, limit=14, pages=5, votes=6)
+"""With pages of 4 slots and drafts of 3."""
+
+
+def scored(**options):
+    return make(look_ahead=3, max_emitted=4, publish_output=False, budget=BUDGET, **options)
+
+
+def test_pages_of_a_text_that_is_condensed_are_taken_at_once():
+    scheduler = scored(pages=40)
+    short, long = (start(scheduler, name, size, most) for name, size, most in (("a", 9, 6), ("b", 26, 3)))
+    assert [scheduler.pages_needed(r.sample) for r in (short, long)] == [5, 6 + 5]  # a never comes to its limit
+    assert [len(r.table.pages) for r in (short, long)] == [5, 11]
+    for running in (short, long):
+        scheduler.commit(running, [1])
+    assert scheduler.reserve(16) == (16, [])
+    assert [len(r.table.pages) for r in (short, long)] == [5, 11]
+    check(scheduler)
+
+
+def test_the_last_tokens_before_the_root_are_computed_and_vote_whatever_is_found():
+    scheduler = scored()
+    first = add(scheduler, "a", 26)[0]
+    admit(scheduler)
+    chunks = [scheduler.next_chunks(12) for _ in range(3)]
+    starts = (0, 12, False), (12, 7, False), (19, 6, True)
+    assert chunks == [[Chunk(first, at, first.tokens[at : at + n], votes)] for at, n, votes in starts]
+    scheduler.publish(first)
+    again, twin = add(scheduler, "b", first.sample.prompt_ids, place=1, n=2)
+    assert admit(scheduler) == [again]
+    assert again.table.tokens == again.sample.cached_tokens == 16  # of 25 tokens 19 need not vote: four whole pages
+    assert scheduler.next_chunks(99) == [Chunk(again, 16, again.tokens[16:19])]
+    assert scheduler.next_chunks(4) == [Chunk(again, 19, again.tokens[19:23], True)]
+    assert scheduler.next_chunks(99) == [Chunk(again, 23, again.tokens[23:25], True)]
+    assert admit(scheduler) == [twin]  # no fork: it votes for itself
+    assert twin.table.tokens == 16
+    assert not set(twin.table.pages[4:]) & set(again.table.pages)
+
+
+def test_what_is_condensed_leaves_pages_to_others_and_the_prefix_cache():
+    scheduler = scored()
+    running = start(scheduler, "a", 26, 90)
+    pages, free = list(running.table.pages), scheduler.pages.free
+    assert scheduler.cache.cached == 6
+    for row, source, target in scheduler.condense():
+        assert (row, source, target) == (0, pages[:7], pages[-5:])
+        assert running.table.pages == pages  # until the device has been told
+    assert (running.table.pages, running.table.slots) == (pages[-5:], 10)
+    assert scheduler.cache.evictable == 6
+    assert list(scheduler.condense()) == []
+    for emitted, condensed in ((3, False), (4, True), (3, False), (1, True)):
+        scheduler.commit(running, [1] * emitted)
+        scheduler.publish(running)
+        assert [target for _, _, target in scheduler.condense()] == [pages[-5:]] * condensed
+        assert (running.table.pages, scheduler.pages.free) == (pages[-5:], free)
+    check(scheduler)
+    scheduler.finish(running)
+    empty(scheduler)

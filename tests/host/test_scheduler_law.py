@@ -9,13 +9,14 @@ from jaxspec.host.blocks import Kept
 from tests.oracles.scheduling import LEVEL, Device, add, books, empty, make
 
 
-@pytest.mark.parametrize("kept", [None, Kept(0, 3), Kept(4, 9)])
+@pytest.mark.parametrize("kept", [None, Kept(0, 3), Kept(4, 9), 7])
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("page", [1, 3, 4, 16])
-def test_any_work_gets_done_and_everyone_sees_their_own_text(page: int, cache: bool, kept: Kept | None):
+def test_any_work_gets_done_and_everyone_sees_their_own_text(page: int, cache: bool, kept: Kept | int | None):
     for seed in range(6):
         rng = random.Random(1000 * page + seed)
-        scheduler = make(page=page, max_batch=5, max_context=50, prefix_cache=cache, **books(rng, page, kept))
+        options = {"publish_output": not isinstance(kept, int)} | books(rng, page, kept)
+        scheduler = make(page=page, max_batch=5, max_context=50, prefix_cache=cache, **options)
         device, added, aborted = Device(scheduler, rng), 0, set()
         steps = pinned = 0
         while added < 25 or scheduler.waiting or scheduler.rows:
@@ -46,6 +47,7 @@ def test_any_work_gets_done_and_everyone_sees_their_own_text(page: int, cache: b
         finished = [(r.sample.request_id, r.sample.index) for r in device.done]
         assert len(finished) == len(set(finished))
         assert {name for name, _ in finished} >= {f"{i}" for i in range(25)} - aborted
+        assert device.stays or not isinstance(kept, int)
         assert pinned > 0 or not cache or scheduler.pins.most == 0
         scheduler.pins.tick(math.inf)
         empty(scheduler)

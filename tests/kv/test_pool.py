@@ -77,7 +77,7 @@ def test_attention_reads_its_own_layer(layer: int) -> None:
     rows = [(0, 0, 5), (1, 0, 3), (2, 0, 1)]
     pool, k, v = appended(pool, layer, rows, 5)
     q = np.random.default_rng(9).normal(size=(3, 5, 2, 2, 6)).astype(np.float32)
-    found = attend(SPEC, {"kv": jnp.asarray(pool)}, layer, rows_of(*rows), jnp.asarray(TABLE), None, jnp.asarray(q))
+    found, _ = attend(SPEC, {"kv": jnp.asarray(pool)}, layer, rows_of(*rows), jnp.asarray(TABLE), None, jnp.asarray(q))
     for row, (_, _, count) in enumerate(rows):
         for token in range(count):
             score = np.einsum("kgd,skd->kgs", q[row, token], k[row, : token + 1]) / np.sqrt(6)

@@ -1,9 +1,10 @@
 """Schedulers without a device: helpers, and a simulated device on which everyone must find their own text."""
 
 import random
+from collections import Counter
 
 from jaxspec.config import SamplingParams
-from jaxspec.host.blocks import Kept
+from jaxspec.host.blocks import Budget, Kept
 from jaxspec.host.output import Transcript
 from jaxspec.host.request import Sample
 from jaxspec.host.running import Running
@@ -96,12 +97,17 @@ def check(scheduler: Scheduler) -> None:
         assert (running.row, running.table.pages, running.table.tokens) == (None, [], 0)
 
 
-def books(rng: random.Random, page: int, kept: Kept | None) -> dict:
-    """Options of a scheduler whose pool is hardly larger than what one request needs."""
+def books(rng: random.Random, page: int, kept: Kept | int | None) -> dict:
+    """Options of a scheduler whose pool is hardly larger than what one request needs; of a text, so many tokens stay
+    where `kept` is a number."""
     most, ahead = rng.choice([(1, 0), (4, 3), (3, 7)])
     least = -(-(30 + 20 + ahead) // page)
-    options = {"look_ahead": ahead, "max_emitted": most, "kept": kept}
-    if kept is not None:
+    options = {"look_ahead": ahead, "max_emitted": most}
+    if isinstance(kept, int):
+        own = -(-(kept + page + ahead) // page)
+        least, options["budget"] = least + own, Budget(kept, kept + page, own, votes=6)
+    elif kept is not None:
+        options["kept"] = kept
         written = max(15 * most + 1 + ahead, 3 * page + 5)
         options["table_width"] = -(-kept.first // page) + -(-(kept.last + written - 1) // page) + 1
         least = min(least, options["table_width"])
@@ -125,7 +131,9 @@ class Device:
         self.scheduler, self.rng, self.size = scheduler, rng, scheduler.tables.page_size
         self.memory = {page: [None] * self.size for page in range(scheduler.pages.num_pages)}
         self.flight: tuple[int, dict[int, Running]] = 0, {}
-        self.saved: dict[int, list[int]] = {}
+        self.stays: dict[Running, list[int]] = {}
+        """Of texts that were condensed, the places in the text of what stayed."""
+        self.voted: Counter[Running] = Counter()
         self.done: list[Running] = []
         release = scheduler.pages.release
 
@@ -145,13 +153,17 @@ class Device:
             running.saved = None
         chunks = self.scheduler.next_chunks(chunk)
         assert sum(len(c.tokens) for c in chunks) <= chunk
-        for running, slot, tokens in chunks:
+        for running, slot, tokens, votes in chunks:
             start = slot + running.table.dropped
             self.see(running, start)
             self.write(running, start, running.tokens[: start + len(tokens)])
-        for running, _, _ in chunks:
+            self.voted[running] += votes * len(tokens)
+        for running, *_ in chunks:
             self.scheduler.publish(running)
+        for row, source, target in self.scheduler.condense():
+            self.condense(self.scheduler.rows[row], source, target)
         rounds, gone = self.scheduler.reserve(rounds)
+        assert not gone or self.scheduler.budget is None
         for _, running in gone:
             running.saved = len(running.tokens)
         self.flight = rounds, self.scheduler.decoding
@@ -168,6 +180,8 @@ class Device:
                 continue
             left = running.sample.max_tokens - (len(running.tokens) - len(running.sample.prompt_ids))
             most = min(left, rounds * self.scheduler.max_emitted)
+            if (budget := self.scheduler.budget) is not None:  # it stands still then
+                most = min(most, budget.limit - 1 - running.table.slots + self.scheduler.max_emitted)
             emitted = [self.rng.randrange(2) for _ in range(self.rng.randint(1, most))]
             length = running.table.tokens
             self.write(running, length, (running.tokens + emitted)[:-1])
@@ -177,30 +191,55 @@ class Device:
                 self.scheduler.finish(running)
                 self.done.append(running)
 
+    def condense(self, running: Running, source: list[int], target: list[int]) -> None:
+        """Any of the text may stay."""
+        assert self.scheduler.budget is not None
+        places, end = self.places(running, running.table.tokens), running.table.tokens
+        stay = sorted(self.rng.sample(range(len(places)), self.scheduler.budget.tokens))
+        slots = [self.memory[source[slot // self.size]][slot % self.size] for slot in stay]
+        for index, slot in enumerate(slots):
+            assert self.scheduler.pages.references(target[index // self.size]) == 1
+            self.memory[target[index // self.size]][index % self.size] = slot
+        self.stays[running] = [places[slot] for slot in stay]
+        assert self.voted[running] == min(len(running.sample.prompt_ids) - 1, self.scheduler.budget.votes)
+        assert end - len(running.sample.prompt_ids) < running.sample.max_tokens - 1
+
+    def places(self, running: Running, end: int) -> list[int]:
+        """Of what is in the slots of a text that has a budget, up to a place in it."""
+        stay = self.stays.get(running, [])
+        return [*stay, *range(running.table.dropped + len(stay), end)]
+
+    def where(self, running: Running, place: int) -> tuple[int, int]:
+        """Page and offset of a place in the text."""
+        tables, table = self.scheduler.tables, running.table
+        slot = place if place < tables.first * self.size else place - table.dropped
+        return table.pages[slot // self.size], slot % self.size
+
     def write(self, running: Running, start: int, text: list[int]) -> None:
-        pages = self.scheduler.tables.pages_of_text(running.table)
         for place in range(start, len(text)):
-            page = pages[place // self.size]
+            page, offset = self.where(running, place)
             assert self.scheduler.pages.references(page) == 1, "a page that others hold is final"
-            self.memory[page][place % self.size] = hash((running.sample.namespace, *text[: place + 1]))
+            self.memory[page][offset] = hash((running.sample.namespace, *text[: place + 1]))
 
     def scribble(self, running: Running, rounds: int) -> None:
         """Drafts go to every slot that the rounds may write."""
         most = running.table.tokens + (rounds - 1) * self.scheduler.max_emitted + 1 + self.scheduler.look_ahead
         left = len(running.sample.prompt_ids) + running.sample.max_tokens - 1 + self.scheduler.look_ahead
-        pages = self.scheduler.tables.pages_of_text(running.table)
+        if (budget := self.scheduler.budget) is not None:
+            left = min(left, running.table.dropped + budget.limit + self.scheduler.look_ahead)
         for place in range(running.table.tokens, min(most, left)):
-            assert self.scheduler.pages.references(pages[place // self.size]) == 1
-            self.memory[pages[place // self.size]][place % self.size] = None
+            page, offset = self.where(running, place)
+            assert self.scheduler.pages.references(page) == 1
+            self.memory[page][offset] = None
 
     def see(self, running: Running, end: int) -> None:
         """What the token at `end` sees is there."""
-        text, kept, pages = (
-            running.tokens,
-            self.scheduler.tables.kept,
-            self.scheduler.tables.pages_of_text(running.table),
-        )
-        for place in range(end):
-            if kept is None or place < kept.first or place >= end - kept.last:
-                expected = hash((running.sample.namespace, *text[: place + 1]))
-                assert self.memory[pages[place // self.size]][place % self.size] == expected
+        text, kept, table = running.tokens, self.scheduler.tables.kept, running.table
+        if self.scheduler.budget is not None:
+            slots = enumerate(self.places(running, end))
+            found = [(place, (table.pages[slot // self.size], slot % self.size)) for slot, place in slots]
+        else:
+            seen = (p for p in range(end) if kept is None or p < kept.first or p >= end - kept.last)
+            found = [(place, self.where(running, place)) for place in seen]
+        for place, (page, offset) in found:
+            assert self.memory[page][offset] == hash((running.sample.namespace, *text[: place + 1]))

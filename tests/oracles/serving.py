@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -15,9 +15,10 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.host.request import CompletionOutput
 from jaxspec.kv.policy import FULL, Policy
-from jaxspec.kv.tail import TAIL
+from jaxspec.kv.pool import OF_SEQUENCES
 from jaxspec.models.loading import LoadedModel
 from tests.oracles import toy_forward
+from tests.oracles.heavy import Rule
 
 Results = dict[tuple[str, int], CompletionOutput]
 
@@ -41,7 +42,7 @@ def spoil(pool: dict[str, jax.Array], pages: jax.Array) -> dict[str, jax.Array]:
     """These pages of every layer: NaN for keys and their scales, large numbers for values: 0 times NaN is NaN."""
 
     def one(name: str, array: jax.Array) -> jax.Array:
-        if name == TAIL:
+        if name in OF_SEQUENCES:
             return array
         everywhere = jnp.tile(pages, array.shape[0] // pages.shape[0]).reshape(-1, *[1] * (array.ndim - 1))
         nan, large = SPOILT[array.dtype.name]
@@ -152,12 +153,20 @@ class Expected(NamedTuple):
     reason: str
 
 
-def expected(loaded: LoadedModel, item: Work, index: int, policy: Policy = FULL) -> Expected:
-    """What the toy's text is by the oracle."""
+def expected(
+    loaded: LoadedModel,
+    item: Work,
+    index: int,
+    policy: Policy = FULL,
+    rule: Rule | None = None,
+    rounds: Iterable[int] = (),
+) -> Expected:
+    """What the toy's text is by the oracle; with a `rule`, given how many tokens its rounds emitted."""
     params, tokenizer = item.params, loaded.tokenizer
     stop_ids = (() if params.ignore_eos else tokenizer.eos_ids) + tuple(params.stop_token_ids)
     limit = min(params.max_tokens, toy_forward.CONTEXT - len(item.prompt))
-    tokens, logprobs, stopped = toy_forward.write(item.prompt, params, params.seed or 0, index, limit, stop_ids, policy)
+    asked = item.prompt, params, params.seed or 0, index, limit, stop_ids
+    tokens, logprobs, stopped = toy_forward.write(*asked, policy, rule, rounds)
     for end in range(1, len(tokens) + 1):
         text = tokenizer.decode(tokens[:end])
         found = [text.index(stop) for stop in params.stop_strings if stop in text]
@@ -166,7 +175,9 @@ def expected(loaded: LoadedModel, item: Work, index: int, policy: Policy = FULL)
     return Expected(tokens, logprobs, tokenizer.decode(tokens), "stop" if stopped else "length")
 
 
-def compare(loaded: LoadedModel, work: list[Work], results: Results, policy: Policy = FULL) -> None:
+def compare(
+    loaded: LoadedModel, work: list[Work], results: Results, policy: Policy = FULL, rule: Rule | None = None
+) -> None:
     """Every text is the oracle's, and there are no more and no fewer than were asked for."""
     for item in work:
         for index, drawn in enumerate(_ranked(loaded, item, policy)[: item.params.n]):
@@ -174,7 +185,7 @@ def compare(loaded: LoadedModel, work: list[Work], results: Results, policy: Pol
             if got is None:
                 assert item.goes is not None
                 continue
-            wanted = expected(loaded, item, drawn, policy)
+            wanted = expected(loaded, item, drawn, policy, rule, [done.emitted for done in got.rounds])
             assert got.token_ids == wanted.tokens, f"{item.name} sample {index} at {_differ(got, wanted)}"
             assert (got.text, got.finish_reason) == (wanted.text, wanted.reason)
             np.testing.assert_allclose([entry.logprob for entry in got.logprobs], wanted.logprobs, atol=1e-3)

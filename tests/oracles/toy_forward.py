@@ -5,7 +5,9 @@ that it may see there, the sum modulo a prime. So every logit depends on every s
 the right slots of the layer below having been seen when those were written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import jax
@@ -16,8 +18,10 @@ from jaxspec import noise
 from jaxspec.config import SamplingParams
 from jaxspec.kv.policy import FULL, Policy
 from jaxspec.kv.pool import append
+from jaxspec.kv.scores import vote
 from jaxspec.models.spec import ModelSpec
 from pallas_kernels import visible_slots
+from tests.oracles.heavy import Rule
 from tests.oracles.numpy_sampler import adjusted, kept
 
 PRIME = 4093
@@ -46,6 +50,11 @@ def _mixed(layer: int, state, position):
     return (state + 7 + layer) * (31 * position + 11 + layer) % PRIME
 
 
+def _look(mixed, state):
+    """How much a token in this state looks at a slot, a number that many slots have in common."""
+    return (mixed + 5 * state) % 7
+
+
 def forward(
     params, spec, pool_spec, rows, tokens, positions, ancestors, pool, sequences, packing=None, *, distinct=False
 ):
@@ -66,7 +75,11 @@ def forward(
             pool_spec.format.read(pool, pages, which).reshape(rows.start.shape[0], -1).astype(jnp.int32)
             for which in (0, 1)
         )
-        added = jnp.where(visible, _mixed(layer, states, places)[:, None] * times, 0)
+        mixed = _mixed(layer, states, places)
+        if variant.mass:
+            mass = jnp.where(visible[:, 0], _look(mixed, state[:, :1]), 0).astype(jnp.float32)
+            pool = vote(pool, layer, rows, mass[:, None])
+        added = jnp.where(visible, mixed[:, None] * times, 0)
         state = jnp.sum(added, axis=-1) % PRIME
     hidden = jnp.stack([state, tokens], axis=-1).astype(jnp.float32)
     return (hidden if packing is None else hidden[packing.row, packing.column][None]), pool
@@ -99,12 +112,21 @@ def write(
     limit: int,
     stop_ids: tuple[int, ...],
     policy: Policy = FULL,
+    rule: Rule | None = None,
+    rounds: Iterable[int] = (),
 ) -> Text:
-    """What the engine must emit, one token after the other."""
+    """What the engine must emit, one token after the other; with a `rule`, given how many tokens rounds emitted: one
+    where that is not said.
+    """
     gumbel = _noise(seed, sample, limit) if params.temperature else None
-    sums, output, logprobs = [[0] for _ in range(SPEC.num_layers)], [], []
+    output, logprobs = [], []
+    advance = partial(_advance, [[0] for _ in range(SPEC.num_layers)], policy=policy)
+    if rule is not None:
+        roots = {len(prompt) - 1 + tokens for tokens in accumulate((*rounds, *[1] * limit), initial=0)}
+        voters = roots | set(range(len(prompt) - 1 - rule.votes, len(prompt) - 1))
+        advance = partial(_advance_among_the_heavy, [{} for _ in range(SPEC.num_layers)], rule, roots, voters, count())
     for token in prompt:
-        hashed = _advance(sums, token, policy)
+        hashed = advance(token)
     while True:
         logits = _logits(np.array(hashed), np.array(token), np)
         token = _pick(logits, params, prompt, output, stop_ids, None if gumbel is None else gumbel[len(output)])
@@ -112,10 +134,10 @@ def write(
         logprobs.append(float(logits[token] - np.log(np.exp(logits.astype(np.float64)).sum())))
         if token in stop_ids or len(output) == limit:
             return Text(output, logprobs, token in stop_ids)
-        hashed = _advance(sums, token, policy)
+        hashed = advance(token)
 
 
-def _advance(sums: list[list[int]], state: int, policy: Policy) -> int:
+def _advance(sums: list[list[int]], state: int, *, policy: Policy) -> int:
     """The hash after one more token; `sums` are those of each layer, of all tokens before each."""
     window, sinks = policy.variant.window, policy.variant.sinks
     for layer, running in enumerate(sums):
@@ -125,6 +147,24 @@ def _advance(sums: list[list[int]], state: int, policy: Policy) -> int:
         left_out = max(begin - sinks, 0) if policy.by_cache else 0
         state = (running[-1] - running[begin] + running[min(sinks, begin)]) % PRIME
         state = (state + left_out * running[min(sinks, position + 1)]) % PRIME
+    return state
+
+
+def _advance_among_the_heavy(
+    slots: list[dict[int, list[int]]], rule: Rule, roots: set[int], voters: set[int], places: Iterator[int], state: int
+) -> int:
+    """The hash after one more token; `slots` are what each layer has, by place: what it adds, and its score."""
+    position = next(places)
+    for layer, there in enumerate(slots):
+        if position in roots and len(there) >= rule.limit:
+            old = list(there)[: -rule.recent]
+            for place in sorted(old, key=lambda place: (-there[place][1], place))[rule.heavy :]:
+                del there[place]
+        there[position] = [_mixed(layer, state, position), 0]
+        if position in voters:
+            for slot in there.values():
+                slot[1] += _look(slot[0], state)
+        state = sum(mixed for mixed, _ in there.values()) % PRIME
     return state
 
 

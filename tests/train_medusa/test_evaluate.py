@@ -26,6 +26,7 @@ def folder(loaded, tmp_path_factory):
     return write_heads(tmp_path_factory.mktemp("heads"), loaded.spec, conditioned=8, tokens=list(tokens), heads=2)
 
 
+@pytest.mark.slow
 def test_the_score_is_a_count_text_by_text(loaded, texts, folder) -> None:
     spec, params = load_heads(folder, loaded.spec, jnp.float32)
     tally = evaluate.score(spec, params, loaded, texts, row=64)
@@ -55,6 +56,7 @@ def test_the_score_is_a_count_text_by_text(loaded, texts, folder) -> None:
     np.testing.assert_allclose(evaluate.by_rank(tally), ranks[:, : tally.ranks.shape[1]] / labels[:, None])
 
 
+@pytest.mark.slow
 def test_the_tree_is_where_the_drafter_finds_it(loaded, texts, folder) -> None:
     spec, params = load_heads(folder, loaded.spec, jnp.float32)
     told: list[str] = []

@@ -1,5 +1,6 @@
 """What every eviction policy must do; each file in `jaxspec/kv/policies` is found by itself."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,10 +16,12 @@ from jaxspec.kv.policies import get_policy, policy_names
 from jaxspec.kv.policy import Policy
 from pallas_kernels import Rows, visible_slots
 
-WINDOW, SINKS, PAGE, WIDTH, MOST = 7, 3, 4, 3, 60
-CONFIG = EngineConfig(kv_window=WINDOW, kv_sinks=SINKS)
-SEEN = {"full": (10**6, 0), "window": (WINDOW, 0), "sinks": (WINDOW, SINKS)}
-"""How many last and first tokens one sees."""
+WINDOW, SINKS, HEAVY, PAGE, WIDTH, MOST = 7, 3, 5, 4, 3, 60
+CONFIG = EngineConfig(kv_window=WINDOW, kv_sinks=SINKS, kv_heavy=HEAVY)
+SEEN = {"full": (10**6, 0), "window": (WINDOW, 0), "sinks": (WINDOW, SINKS), "h2o": (10**6, 0)}
+"""How many last and first tokens one sees of what is there."""
+SCORED = {"h2o": (HEAVY, WINDOW)}
+"""Of the others positions alone say what is there."""
 
 
 @pytest.fixture(params=policy_names())
@@ -82,6 +85,21 @@ def test_as_many_tokens_are_seen_as_it_says(name: str, policy: Policy) -> None:
     for context in (1, WINDOW, WINDOW + SINKS, 50):
         most = max(map(len, seen(policy, pages_of(policy), max(context - WIDTH, 0), 0)[: min(context, WIDTH)]))
         assert policy.most_seen(context) == most
+
+
+def test_scores_decide_where_it_says_so(name: str, policy: Policy) -> None:
+    """Then, and only then, votes are counted and rows condensed; whatever scores nothing sees the same."""
+    heavy, recent = SCORED.get(name, (0, 0))
+    assert (policy.heavy, policy.recent) == (heavy, recent)
+    assert policy.budget == (heavy + recent if name in SCORED else None)
+    assert policy.variant.mass == (name in SCORED)
+    assert policy.forgets == (name != "full")
+    assert policy.silent == replace(policy, variant=replace(policy.variant, mass=False))
+
+
+def test_slots_that_cannot_move_are_not_scored() -> None:
+    with pytest.raises(ConfigError, match=r"h2o moves single tokens, and kv_dtype int4 .* groups of 64: take kv_dtype"):
+        get_policy(EngineConfig(kv_policy="h2o", kv_dtype="int4"))
 
 
 def test_unknown_names_are_refused_with_those_there_are() -> None:
