@@ -129,7 +129,7 @@ def _read_singly(
     params: Params, window: Int[Array, "N"], *, spec: ModelSpec, pool_spec: PoolSpec
 ) -> Float[Array, "N E"]:
     """The same where tokens have votes: each is a round of its own, as if it had been decoded."""
-    pages, limit = pool_spec.round_pages or 0, pool_spec.limit or 0
+    pages, limit, budget = pool_spec.round_pages or 0, pool_spec.limit or 0, pool_spec.policy.budget or 0
     pool_spec = replace(pool_spec, num_pages=pages, slots=pages * pool_spec.page_size)
     table, none, one = jnp.arange(pages), jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
     sequences = Sequences(table[None, None], none[None], none[None], none)
@@ -144,7 +144,7 @@ def _read_singly(
         pool = jax.lax.cond(
             full, lambda pool: condense(pool_spec, pool, none[0], length + 1, table, table), lambda pool: pool, pool
         )
-        return (pool, jnp.where(full, pool_spec.policy.budget, length + 1), position + 1), hidden[0, 0]
+        return (pool, jnp.where(full, budget, length + 1), position + 1), hidden[0, 0]
 
     return jax.lax.scan(step, (pool_spec.allocate(1), none[0], none[0]), window)[1]
 
