@@ -16,7 +16,7 @@ PAGE, CONTEXT = 32, 96
 CLOSE = {"float32": 1e-3, "bfloat16": 0.05, "int8": 0.05, "fp8": 0.05, "int4": 0.05}
 """How far a log probability may be from XLA's: kernels multiply in bfloat16 where pages are narrower than float32."""
 TEXT = [5, 9, 7, 11, 30, 31, 32, 5, 9, 7, 40, 41, 42, 43, 44, 45, 5, 9, 7, 11, 8, 6, 5, 9, 7, 11, 5, 9, 7]
-FEW = [("float32", "medusa"), ("int8", "ngram")]
+FEW = [("int8", "ngram")]
 DRAFTERS = ("none", "ngram", "layer_skip", "draft_model", "medusa", "ngram_medusa")
 POLICIES = {"ngram": "sinks", "none": "h2o"}
 """Of the drafters with which something is evicted: a text of 58 tokens goes down to 26."""

@@ -120,11 +120,11 @@ CASES = [
     pytest.param(1, "none", "full", marks=pytest.mark.slow),
     (16, "none", "full"),
     (3, "ngram", "full"),
-    (64, "layer_skip", "full"),
+    pytest.param(64, "layer_skip", "full", marks=pytest.mark.slow),
     pytest.param(3, "draft_model", "full", marks=pytest.mark.slow),
     (3, "medusa", "full"),
     (1, "none", "sinks"),
-    (4, "draft_model", "window"),
+    pytest.param(4, "draft_model", "window", marks=pytest.mark.slow),
     pytest.param(3, "ngram_medusa", "sinks", marks=pytest.mark.slow),
 ]
 

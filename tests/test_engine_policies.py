@@ -95,7 +95,7 @@ def told(output: CompletionOutput) -> list[float]:
     return [entry.logprob for entry in output.logprobs or []]
 
 
-FEW = [("cache", "none", "float32"), ("cache", "layer_skip", "float32"), ("text", "ngram", "int8")]
+FEW = [("cache", "none", "float32"), ("text", "ngram", "int8")]
 REST = [
     (policy, drafter, kv_dtype)
     for policy in POLICIES
