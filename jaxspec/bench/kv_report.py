@@ -107,14 +107,15 @@ def label(row: Row) -> str:
 def make_table(rows: Sequence[Row], title: str) -> Table:
     """The rows as people read them."""
     table = Table(title=title, caption=_caption(rows), box=box.SIMPLE_HEAD, padding=0, caption_justify="left")
-    for header in ("weights", "KV"):
+    names = [lambda row: row["weights"], label] if _differ(rows, "weights") else [label]
+    for header in ("weights", "KV")[-len(names) :]:
         table.add_column(header, no_wrap=True)
     columns = told_of(rows)
     for column in columns.values():
         table.add_column(column.header, justify="right", no_wrap=True)
     for row in rows:
         told = (column.told(row[name]) for name, column in columns.items())
-        table.add_row(row["weights"], label(row), *told)
+        table.add_row(*(name(row) for name in names), *told)
     return table
 
 
@@ -137,6 +138,7 @@ def _caption(rows: Sequence[Row]) -> str:
         "ratio: bytes of bfloat16 over these; tok/s: decoding; ppl: perplexity",
         "change, agree and KL (nats a token): against the first row",
     ]
+    lines += [] if _differ(rows, "weights") else [f"weights: {rows[0]['weights']}"]
     lines += ["held: share of the longest text here that stays in the cache"] if _differ(rows, "held") else []
     tails = [f"{row['kv_dtype']} {row['tail_bytes']:,}" for row in rows if row["tail_bytes"]]
     lines += [f"bytes of a sequence's unfinished group, beside its pages: {', '.join(tails)}"] if tails else []
