@@ -59,7 +59,7 @@ def medusa_drafter(heads: _heads.Heads, config: EngineConfig, dtype: Any) -> Dra
             proposal = _by_itself(heads, widths, state, proposal)
         return proposal, state, pool
 
-    learn = partial(observe, jnp.asarray(heads.chances))
+    learn = partial(observe, np.asarray(heads.chances, np.float32))
     typical = config.verify == "typical"
     return Drafter(heads.tree, widths, partial(init, heads, dtype), admit, propose, learn, typical=typical)
 
@@ -110,7 +110,7 @@ def admit(state: State, row: Int[Array, ""], prompt: Int[Array, "S"], length: In
 
 
 def observe(
-    usual: Float[Array, "N"],
+    usual: Float[np.ndarray, "N"],
     state: State,
     proposal: Proposal,
     verdict: Verdict,

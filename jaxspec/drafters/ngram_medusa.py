@@ -59,7 +59,8 @@ def build(config: EngineConfig, target: LoadedModel) -> tuple[Drafter, Params]:
         return State(new_text(batch, context), _pace.new_pace(batch), jnp.zeros(batch, bool), of_heads)
 
     widths = _pace.row_widths(heads.tree.size, adaptive)
-    return Drafter(heads.tree, widths, init, _admit, propose, partial(_observe, jnp.asarray(heads.chances))), params
+    observe = partial(_observe, np.asarray(heads.chances, np.float32))
+    return Drafter(heads.tree, widths, init, _admit, propose, observe), params
 
 
 def _with_chain(size: int, chosen: _heads.TreeFile) -> _heads.TreeFile:
@@ -81,7 +82,7 @@ def _admit(state: State, row: Int[Array, ""], prompt: Int[Array, "S"], length: I
 
 
 def _observe(
-    usual: Float[Array, "N"],
+    usual: Float[np.ndarray, "N"],
     state: State,
     proposal: Proposal,
     verdict: Verdict,

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import jax
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.plan.compiled import Step, compile_steps
-from jaxspec.plan.held import arguments_of, held
+from jaxspec.plan.compiled import Step, _mesh, compile_steps
+from jaxspec.plan.held import arguments_of, drafter_of, held
 from jaxspec.plan.setup import Setup, set_up
 
 SLICES = [
@@ -37,6 +38,15 @@ def check(setup: Setup, compiled: list[Step]) -> None:
 def test_compiled_steps_of_a_small_model() -> None:
     options = {"weights": "int8", "kv_dtype": "int8", "batch": 8, "context": 8192}
     check(*steps(model="llama-3.2-1b", topology="v5e:2x2", **options))
+
+
+@pytest.mark.parametrize("drafter", ["medusa", "ngram", "draft_model:llama-3.2-1b"])
+def test_drafts_are_as_wide_as_pays_on_the_slice(drafter: str) -> None:
+    pytest.importorskip("libtpu")
+    setup = set_up(model="llama-3.2-1b", topology="v5e:2x2", drafter=drafter, draft_tokens=7, batch=8, context=2048)
+    with jax.set_mesh(_mesh(setup)):
+        assert drafter_of(setup).widths == (1, 8)
+    assert drafter_of(setup).widths == (1, 4, 8)
 
 
 @pytest.mark.slow
