@@ -16,8 +16,8 @@ from jaxspec.host.metrics import Metrics, Status
 from jaxspec.host.output import Contest, Emitted, Transcript
 from jaxspec.host.packing import Part, Shape, packed, parts_of, shapes_of
 from jaxspec.host.request import Sample, TextDelta, TokenLogprobs
-from jaxspec.host.running import Running
-from jaxspec.host.scheduler import Admission, Chunk, Scheduler
+from jaxspec.host.running import Admission, Chunk, Running
+from jaxspec.host.scheduler import Scheduler
 from jaxspec.implementation import kernels_of
 from jaxspec.kv.policy import VOTES
 from jaxspec.models.loading import LoadedModel

@@ -2,7 +2,6 @@
 drafts, company, chunks and prefixes that were found come in between."""
 
 import random
-from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +16,10 @@ from jaxspec.kv import scores
 from jaxspec.kv.policy import VOTES
 from jaxspec.models.loading import LoadedModel, load_model
 from jaxspec.models.transformer import forward as transformer_forward
-from tests.driver import SPEC, VOCAB, random_params, write_heads
+from tests.driver import SPEC, VOCAB, write_heads
 from tests.oracles import dense, heavy
-from tests.oracles.serving import Results, Work, poison, serve
-from tests.test_engine_policies import in_int8, told
+from tests.oracles.serving import Results, Work, poison, serve, told
+from tests.oracles.small import DRAFTS, shrink, transformer_of
 
 PAGE, HEAVY, RECENT, CONTEXT = 8, 9, 11, 400
 LIMIT = HEAVY + RECENT + PAGE
@@ -32,8 +31,7 @@ DRAFTERS = ["none", "ngram", "layer_skip", "draft_model", "medusa", "ngram_medus
 @pytest.fixture(scope="module")
 def transformer(tiny_model) -> LoadedModel:
     """A small transformer whose text varies with the context."""
-    tokenizer = load_model(str(tiny_model), progress=False).tokenizer
-    return LoadedModel(replace(SPEC, max_context=CONTEXT), random_params().target, tokenizer, "small")
+    return transformer_of(load_model(str(tiny_model), progress=False).tokenizer, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +42,13 @@ def heads(tmp_path_factory) -> str:
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, transformer: LoadedModel, heads: str):
     """Makes engines whose pages and rows are small."""
-    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_, **__: transformer)
+    shrink(monkeypatch, PAGE, transformer)
     monkeypatch.setattr("jaxspec.drafters._model.LAG", 10)
-    monkeypatch.setattr("jaxspec.config.PREFILL_ROW", 1)
-    monkeypatch.setattr("jaxspec.engine.PREFILL_ROW", PAGE)
-    monkeypatch.setattr("jaxspec.engine.BATCH_BUCKETS", ())
 
     def make(drafter: str = "none", **options) -> Engine:
-        drafts = {"draft_model": "small", "medusa_heads": heads, "draft_tokens": 3, "draft_adaptive": False}
-        shape = {"max_batch": 3, "page_size": PAGE, "prefill_chunk": 24, "ngram_min": 1, "verify": "coupled"}
+        shape = {"medusa_heads": heads, "max_batch": 3, "page_size": PAGE, "prefill_chunk": 24}
         policy = {"kv_policy": "h2o", "kv_heavy": HEAVY, "kv_window": RECENT}
-        return Engine(transformer, EngineConfig(drafter=drafter, **drafts | shape | policy | options))
+        return Engine(transformer, EngineConfig(drafter=drafter, **DRAFTS | shape | policy | options))
 
     return make
 
@@ -80,7 +74,7 @@ def says(
     for done in output.rounds:
         emitted.append(ids[: done.emitted])
         ids = ids[done.emitted :]
-    stored = {"int8": in_int8, "float32": lambda x: x}[kv_dtype]
+    stored = {"int8": dense.in_int8, "float32": lambda x: x}[kv_dtype]
     rule = heavy.Rule(HEAVY, RECENT, LIMIT)
     found = heavy.logprobs(transformer.params, transformer.spec, prompt, emitted, rule, stored)
     return found[np.arange(len(found)), output.token_ids]

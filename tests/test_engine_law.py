@@ -35,6 +35,7 @@ from tests.oracles.serving import (
     some_work,
     until_a_near_tie,
 )
+from tests.oracles.small import on_integers, toy_of
 
 DRAFTERS = ["none", "ngram", "layer_skip", "draft_model", "medusa", "ngram_medusa"]
 DRAFTED = 3
@@ -47,8 +48,7 @@ def tiny(tiny_model) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def toy(tiny) -> LoadedModel:
-    layers = (jnp.zeros(1),) * toy_forward.SPEC.num_layers
-    return LoadedModel(toy_forward.SPEC, {"layers": layers, "norm": {"weight": jnp.ones(2)}}, tiny.tokenizer, "toy")
+    return toy_of(tiny.tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,7 @@ def heads(tmp_path_factory) -> dict[int, str]:
 
 @pytest.fixture
 def integers(monkeypatch: pytest.MonkeyPatch, toy: LoadedModel, unoptimised) -> None:
-    """The toy in place of the transformer."""
-    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_, **__: toy)
-    for module in ("decode", "round", "drafters._model"):
-        monkeypatch.setattr(f"jaxspec.{module}.forward", toy_forward.forward)
-    for module in ("round", "drafters._model"):
-        monkeypatch.setattr(f"jaxspec.{module}.logits_of", toy_forward.logits_of)
+    on_integers(monkeypatch, toy)
 
 
 @pytest.fixture(scope="module")

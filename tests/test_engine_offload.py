@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,13 @@ from jaxspec.errors import CapacityError, ConfigError
 from jaxspec.host.offload import AT_ONCE
 from jaxspec.host.request import CompletionOutput
 from jaxspec.host.scheduler import Scheduler
-from jaxspec.kv.formats import get_format
-from jaxspec.kv.formats.int4 import grouped
 from jaxspec.models.loading import LoadedModel, load_model
-from tests.driver import SPEC, VOCAB, random_params
+from tests.driver import VOCAB
 from tests.oracles import toy_forward
 from tests.oracles.serving import Work, compare, poison, preempt_every_round, serve, some_work
+from tests.oracles.small import DRAFTS, on_integers, shrink, toy_of, transformer_of
 
-PAGE, DRAFTED = 8, 3
+PAGE = 8
 MUCH = 0.01
 
 
@@ -34,24 +32,17 @@ def tiny(tiny_model) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def toy(tiny) -> LoadedModel:
-    layers = (jnp.zeros(1),) * toy_forward.SPEC.num_layers
-    return LoadedModel(toy_forward.SPEC, {"layers": layers, "norm": {"weight": jnp.ones(2)}}, tiny.tokenizer, "toy")
+    return toy_of(tiny.tokenizer)
 
 
 @pytest.fixture(scope="module")
 def transformer(tiny) -> LoadedModel:
-    """A small transformer whose text varies with the context."""
-    return LoadedModel(replace(SPEC, max_context=120), random_params().target, tiny.tokenizer, "small")
+    return transformer_of(tiny.tokenizer, 120)
 
 
 @pytest.fixture
 def integers(monkeypatch: pytest.MonkeyPatch, toy: LoadedModel, unoptimised) -> None:
-    """The toy in place of the transformer."""
-    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_, **__: toy)
-    for module in ("decode", "round", "drafters._model"):
-        monkeypatch.setattr(f"jaxspec.{module}.forward", toy_forward.forward)
-    for module in ("round", "drafters._model"):
-        monkeypatch.setattr(f"jaxspec.{module}.logits_of", toy_forward.logits_of)
+    on_integers(monkeypatch, toy)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +54,6 @@ def made() -> dict:
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, made: dict, transformer: LoadedModel) -> Callable[..., Engine]:
     """Makes engines whose pages, groups and rows are small."""
-    small = grouped(4)
 
     def get_drafter(config: EngineConfig, loaded: LoadedModel):
         key = config.drafter, loaded.name
@@ -71,18 +61,14 @@ def build(monkeypatch: pytest.MonkeyPatch, made: dict, transformer: LoadedModel)
             made[key] = drafters.get_drafter(config, loaded)
         return made[key]
 
-    monkeypatch.setattr("jaxspec.config.PREFILL_ROW", 1)
-    monkeypatch.setattr("jaxspec.engine.PREFILL_ROW", PAGE)
-    monkeypatch.setattr("jaxspec.engine.BATCH_BUCKETS", ())
+    shrink(monkeypatch, PAGE, group=4)
     monkeypatch.setattr("jaxspec.engine.get_drafter", get_drafter)
-    monkeypatch.setattr("jaxspec.sizes.get_format", lambda name: small if name == "int4" else get_format(name))
 
     def make(loaded: LoadedModel = transformer, **options) -> Engine:
         if loaded is transformer:
             monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_, **__: transformer)
-        options = {"draft_model": loaded.name, "max_batch": 4, "page_size": PAGE, "prefill_chunk": 4 * PAGE} | options
-        fixed = {"draft_tokens": DRAFTED, "draft_adaptive": False, "ngram_min": 1, "verify": "coupled"}
-        return Engine(loaded, EngineConfig(**fixed | options))
+        shape = {"draft_model": loaded.name, "max_batch": 4, "page_size": PAGE, "prefill_chunk": 4 * PAGE}
+        return Engine(loaded, EngineConfig(**DRAFTS | shape | options))
 
     return make
 
@@ -177,7 +163,7 @@ def test_law_3c_no_text_shows_what_was_away(integers, toy, build, tmp_path, page
         found += len(engine.scheduler.offload._named)
         work = some_work(toy, rng, page, count=10, aborts=0.1, rush=True)
         work += [item._replace(name=f"{item.name} again", comes=40 + 3 * i, goes=None) for i, item in enumerate(work)]
-        least = -(-(toy_forward.CONTEXT + DRAFTED) // page)
+        least = -(-(toy_forward.CONTEXT + DRAFTS["draft_tokens"]) // page)
         compare(toy, work, serve(hook(engine) if hook else engine, work, least + least // 8))
         restored += engine.scheduler.counters.restored_tokens
         engine.scheduler.offload.flush()

@@ -4,7 +4,6 @@ first ones and the last, however drafts, chunks, preemption and pages that have 
 import random
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,13 +12,11 @@ from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.host.request import CompletionOutput
-from jaxspec.kv.formats import get_format
-from jaxspec.kv.formats.int4 import grouped
 from jaxspec.models.loading import LoadedModel, load_model
-from pallas_kernels.codes import quantise
-from tests.driver import SPEC, VOCAB, random_params, write_heads
+from tests.driver import SPEC, VOCAB, write_heads
 from tests.oracles import dense
-from tests.oracles.serving import Results, Work, poison, preempt_every_round, serve
+from tests.oracles.serving import Results, Work, poison, preempt_every_round, serve, told
+from tests.oracles.small import DRAFTS, shrink, transformer_of
 
 PAGE, GROUP, TRAINED, WINDOW, SINKS = 8, 4, 48, 13, 4
 CLOSE = 0.05
@@ -35,8 +32,7 @@ POLICIES = {
 @pytest.fixture(scope="module")
 def transformer(tiny_model) -> LoadedModel:
     """A small transformer whose text varies with the context."""
-    tokenizer = load_model(str(tiny_model), progress=False).tokenizer
-    return LoadedModel(replace(SPEC, max_context=TRAINED), random_params().target, tokenizer, "small")
+    return transformer_of(load_model(str(tiny_model), progress=False).tokenizer, TRAINED)
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +43,11 @@ def heads(tmp_path_factory) -> str:
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, transformer: LoadedModel, heads: str):
     """Makes engines whose pages, groups and rows are small."""
-    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_, **__: transformer)
-    monkeypatch.setattr("jaxspec.config.PREFILL_ROW", 1)
-    monkeypatch.setattr("jaxspec.engine.PREFILL_ROW", PAGE)
-    monkeypatch.setattr("jaxspec.engine.BATCH_BUCKETS", ())
-    small = grouped(GROUP)
-    monkeypatch.setattr("jaxspec.sizes.get_format", lambda name: small if name == "int4" else get_format(name))
+    shrink(monkeypatch, PAGE, transformer, GROUP)
 
     def make(policy: str, drafter: str = "none", **options) -> Engine:
-        drafts = {"draft_model": "small", "medusa_heads": heads, "draft_tokens": 3, "draft_adaptive": False}
-        shape = {"max_batch": 3, "page_size": PAGE, "prefill_chunk": 24, "ngram_min": 1, "verify": "coupled"}
-        every = drafts | shape | ENDLESS | POLICIES[policy] | options
+        shape = {"medusa_heads": heads, "max_batch": 3, "page_size": PAGE, "prefill_chunk": 24}
+        every = DRAFTS | shape | ENDLESS | POLICIES[policy] | options
         return Engine(transformer, EngineConfig(drafter=drafter, **every))
 
     return make
@@ -75,24 +65,15 @@ def some_work() -> list[Work]:
     ]
 
 
-def in_int8(x: np.ndarray) -> np.ndarray:
-    codes, scale = quantise(jnp.asarray(x, jnp.float32), jnp.dtype(jnp.int8))
-    return np.float64(codes) * np.float64(scale)
-
-
 def says(
     transformer: LoadedModel, policy: str, prompt: list[int], output: CompletionOutput, kv_dtype: str = "float32"
 ) -> np.ndarray:
     """Log probabilities of the emitted tokens without a cache."""
     mask = WINDOW, 0 if policy == "window" else SINKS, policy == "cache"
-    stored = {"int8": in_int8, "float32": lambda x: x}[kv_dtype]
+    stored = {"int8": dense.in_int8, "float32": lambda x: x}[kv_dtype]
     text = prompt + output.token_ids
     found = dense.logprobs(transformer.params, transformer.spec, text, *mask, stored)[len(prompt) - 1 : -1]
     return found[np.arange(len(found)), output.token_ids]
-
-
-def told(output: CompletionOutput) -> list[float]:
-    return [entry.logprob for entry in output.logprobs or []]
 
 
 FEW = [("cache", "none", "float32"), ("text", "ngram", "int8")]

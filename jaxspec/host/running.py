@@ -1,9 +1,9 @@
-"""A sample and what the host knows of it while it waits or runs."""
+"""A sample, what the host knows of it while it waits or runs, and what the devices are to do for it."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxspec.host.blocks import PageTable
+from jaxspec.host.blocks import Copy, PageTable
 from jaxspec.host.output import Transcript
 from jaxspec.host.request import Sample
 
@@ -32,3 +32,21 @@ class Running:
     def prefilled(self) -> bool:
         """Whether everything but the root is written."""
         return self.row is not None and self.table.tokens == len(self.tokens) - 1
+
+
+class Admission(NamedTuple):
+    """A sample that got a row, and the page that the device must copy first, where it starts as a fork."""
+
+    running: Running
+    copy: Copy | None
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one sample to be written next."""
+
+    running: Running
+    start: int
+    """Slot of the first one."""
+    tokens: list[int]
+    votes: bool = False
+    """Whether they score what is before them, each for itself."""

@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxspec.errors import CapacityError
 from jaxspec.host.blocks import Budget, Copy, Kept, PageAllocator, Pages, PageTable, Waste
@@ -20,25 +20,7 @@ from jaxspec.host.pins import Pins
 from jaxspec.host.radix import RadixCache
 from jaxspec.host.request import Sample
 from jaxspec.host.restoring import Tiers
-from jaxspec.host.running import Running
-
-
-class Admission(NamedTuple):
-    """A sample that got a row, and the page that the device must copy first, where it starts as a fork."""
-
-    running: Running
-    copy: Copy | None
-
-
-class Chunk(NamedTuple):
-    """Consecutive tokens of one sample to be written next."""
-
-    running: Running
-    start: int
-    """Slot of the first one."""
-    tokens: list[int]
-    votes: bool = False
-    """Whether they score what is before them, each for itself."""
+from jaxspec.host.running import Admission, Chunk, Running
 
 
 @dataclass

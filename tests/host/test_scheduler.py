@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jaxspec.host.blocks import Budget, Copy
-from jaxspec.host.scheduler import Chunk
+from jaxspec.host.running import Chunk
 from tests.oracles.scheduling import LEVEL, add, admit, check, emit, empty, make, names, prefill, start
 
 

@@ -1,7 +1,6 @@
 """Laws 1, 3 and 5 through the engine with formats that lose something: hits, forks, preemption, poison, drafts."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +9,10 @@ from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.host.request import CompletionOutput
-from jaxspec.kv.formats import get_format
-from jaxspec.kv.formats.int4 import grouped
 from jaxspec.models.loading import LoadedModel, load_model
-from tests.driver import SPEC, VOCAB, random_params
+from tests.driver import VOCAB
 from tests.oracles.serving import Results, Work, poison, preempt_every_round, serve
+from tests.oracles.small import DRAFTS, shrink, transformer_of
 
 PAGE, GROUP, CONTEXT = 8, 4, 120
 CLOSE = 0.02
@@ -24,35 +22,17 @@ CLOSE = 0.02
 @pytest.fixture(scope="module")
 def transformer(tiny_model) -> LoadedModel:
     """A small transformer whose text varies with the context."""
-    tokenizer = load_model(str(tiny_model), progress=False).tokenizer
-    return LoadedModel(replace(SPEC, max_context=CONTEXT), random_params().target, tokenizer, "small")
+    return transformer_of(load_model(str(tiny_model), progress=False).tokenizer, CONTEXT)
 
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, transformer: LoadedModel):
     """Makes engines whose pages, groups and rows are small."""
-    monkeypatch.setattr("jaxspec.drafters.draft_model.load_model", lambda *_, **__: transformer)
-    monkeypatch.setattr("jaxspec.config.PREFILL_ROW", 1)
-    monkeypatch.setattr("jaxspec.engine.PREFILL_ROW", PAGE)
-    monkeypatch.setattr("jaxspec.engine.BATCH_BUCKETS", ())
-    small = grouped(GROUP)
-    monkeypatch.setattr("jaxspec.sizes.get_format", lambda name: small if name == "int4" else get_format(name))
+    shrink(monkeypatch, PAGE, transformer, GROUP)
 
     def make(kv_dtype: str, drafter: str, **options) -> Engine:
-        config = EngineConfig(
-            kv_dtype=kv_dtype,
-            drafter=drafter,
-            draft_model="small",
-            draft_tokens=3,
-            draft_adaptive=False,
-            ngram_min=1,
-            verify="coupled",
-            max_batch=4,
-            page_size=PAGE,
-            prefill_chunk=32,
-            **options,
-        )
-        return Engine(transformer, config)
+        shape = {"max_batch": 4, "page_size": PAGE, "prefill_chunk": 32}
+        return Engine(transformer, EngineConfig(kv_dtype=kv_dtype, drafter=drafter, **DRAFTS | shape | options))
 
     return make
 

@@ -46,23 +46,23 @@ class _Text:
 
     def write(self, token: int, votes: bool) -> np.ndarray:
         """Log probabilities of what follows."""
-        x = dense._wide(self.params["embed"]["weight"])[[token]]
+        x = dense.wide(self.params["embed"]["weight"])[[token]]
         for layer, params in zip(self.layers, self.params["layers"], strict=True):
-            h = dense._normed(x, params["attention_norm"], self.spec)
+            h = dense.normed(x, params["attention_norm"], self.spec)
             x = x + self._attention(layer, params, h, votes)
-            h = dense._normed(x, params["mlp_norm"], self.spec)
-            gate, up = np.einsum("se,cfe->csf", h, dense._wide(params["gate_up"]["weight"]))
-            x = x + gate / (1 + np.exp(-gate)) * up @ dense._wide(params["down"]["weight"]).T
+            h = dense.normed(x, params["mlp_norm"], self.spec)
+            gate, up = np.einsum("se,cfe->csf", h, dense.wide(params["gate_up"]["weight"]))
+            x = x + gate / (1 + np.exp(-gate)) * up @ dense.wide(params["down"]["weight"]).T
         self.length += 1
         head = self.params["embed" if self.spec.tied_embeddings else "lm_head"]["weight"]
-        logits = (dense._normed(x, self.params["norm"], self.spec) @ dense._wide(head).T)[0, : self.spec.valid_vocab]
+        logits = (dense.normed(x, self.params["norm"], self.spec) @ dense.wide(head).T)[0, : self.spec.valid_vocab]
         return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
 
     def _attention(self, layer: _Layer, params, h: np.ndarray, votes: bool) -> np.ndarray:
         spec, place = self.spec, np.array([self.length])
-        qkv = np.einsum("se,kgde->skgd", h, dense._wide(params["qkv"]["weight"]))
-        q = dense._turned(qkv[:, :, : spec.group], place, spec)[0]
-        layer.keys.append(self.stored(dense._turned(qkv[:, :, spec.group], place, spec)[0]))
+        qkv = np.einsum("se,kgde->skgd", h, dense.wide(params["qkv"]["weight"]))
+        q = dense.turned(qkv[:, :, : spec.group], place, spec)[0]
+        layer.keys.append(self.stored(dense.turned(qkv[:, :, spec.group], place, spec)[0]))
         layer.values.append(self.stored(qkv[0, :, spec.group + 1]))
         mixed = []
         for head, score in enumerate(layer.score):
@@ -75,7 +75,7 @@ class _Text:
             if votes:
                 for p, w in zip(score, weight.mean(0), strict=True):
                     score[p] += w
-        return np.concatenate(mixed).reshape(1, -1) @ dense._wide(params["o"]["weight"]).T
+        return np.concatenate(mixed).reshape(1, -1) @ dense.wide(params["o"]["weight"]).T
 
     def condense(self, rule: Rule) -> None:
         """Where there are too many tokens."""

@@ -262,3 +262,8 @@ def some_params(
         at = rng.randrange(max(len(text) - 2, 1))
         params["stop"] = [text[at : at + 2], "never"] if text[at : at + 2].isascii() and text[at:] else ["never"]
     return SamplingParams(**params)
+
+
+def told(output: CompletionOutput) -> list[float]:
+    """The log probabilities of an answer's tokens."""
+    return [entry.logprob for entry in output.logprobs or []]
