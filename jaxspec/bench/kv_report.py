@@ -140,6 +140,6 @@ def _caption(rows: Sequence[Row]) -> str:
     ]
     lines += [] if _differ(rows, "weights") else [f"weights: {rows[0]['weights']}"]
     lines += ["held: share of the longest text here that stays in the cache"] if _differ(rows, "held") else []
-    tails = [f"{row['kv_dtype']} {row['tail_bytes']:,}" for row in rows if row["tail_bytes"]]
-    lines += [f"bytes of a sequence's unfinished group, beside its pages: {', '.join(tails)}"] if tails else []
+    tails = [f"{label(row)} {row['tail_bytes']:,}" for row in rows if row["tail_bytes"]]
+    lines += [f"bytes of a sequence beside its pages: {', '.join(tails)}"] if tails else []
     return "\n".join(lines)
