@@ -59,6 +59,7 @@ def alone(smollm2) -> Results:
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_law_3b_small_pages_and_chunks_in_company_and_short_of_memory(smollm2, alone):
     config = EngineConfig(page_size=16, prefill_chunk=64, max_batch=8, max_context=256, kv_memory=0.0222)
     engine = Engine(smollm2, config)

@@ -71,10 +71,10 @@ FEW = [
     (2, "draft_model", "float32", {"draft_tokens": 3}),
     (8, "layer_skip", "int8", {"draft_layers": 1}),
     (4, "medusa", "float32", {"draft_tokens": 9}),
-    (2, "ngram_medusa", "int4", {"draft_tokens": 6, "page_size": 64}),
     (2, "none", "fp8", {"weights": "int8"}),
 ]
 REST = [
+    (2, "ngram_medusa", "int4", {"draft_tokens": 6, "page_size": 64}),
     (2, "none", "float32", {}),
     (8, "none", "float32", {}),
     (4, "ngram", "int8", {}),

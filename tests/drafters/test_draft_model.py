@@ -121,26 +121,24 @@ def reseeded(call: int, state):
 
 
 def next_logits(params, texts):
-    """Logits `[texts, V]` after each text, from plain forwards."""
-    program, batch = make_program(pages=len(texts) * 13), len(texts)
-    table = jnp.arange(batch * 13).reshape(1, batch, 13)
-    tokens, zeros = jnp.asarray(texts), jnp.zeros(batch, jnp.int32)
-    width = tokens.shape[1]
+    """Logits `[texts, V]` after each text, all of one length, from plain forwards."""
+    length = len(texts[0])
+    tokens = np.zeros((-(-len(texts) // LAW_ROWS) * LAW_ROWS, 8), np.int32)
+    tokens[: len(texts), :length] = texts
+    return np.asarray(_all_logits(params.target, tokens)[: len(texts), length - 1])
+
+
+@jax.jit
+def _all_logits(target, tokens):
+    batch, width = tokens.shape
+    program = make_program(pages=batch * 13)
+    table, zeros = jnp.arange(batch * 13).reshape(1, batch, 13), jnp.zeros(batch, jnp.int32)
     rows = Rows(jnp.arange(batch), zeros, zeros + width)
     positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
     sequences = Sequences(table, zeros[None], zeros[None], zeros)
-    hidden, _ = forward(
-        params.target,
-        SPEC,
-        program.pool,
-        rows,
-        tokens,
-        positions,
-        None,
-        program.pool.allocate(tokens.shape[0]),
-        sequences,
-    )
-    return np.asarray(logits_of(params.target, SPEC, hidden[:, -1]))
+    pool = program.pool.allocate(batch)
+    hidden, _ = forward(target, SPEC, program.pool, rows, tokens, positions, None, pool, sequences)
+    return logits_of(target, SPEC, hidden)
 
 
 def text_chances(params, prompt, sampling: SamplingParams, length: int) -> dict[tuple[int, ...], float]:

@@ -75,7 +75,7 @@ def assert_trees_equal(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
-@pytest.mark.parametrize("chunk", [1, 140 * 64, 2**19])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7 * 64, 140 * 64, 2**19])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", scheme_names())
 def test_quantised_while_loading(
