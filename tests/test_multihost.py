@@ -97,14 +97,15 @@ def start() -> Iterator[Callable[..., Job]]:
     """Start a script in several processes of a job; `arguments` are those of each, which `{}` tells of the job."""
     began: list[subprocess.Popen] = []
 
-    def call(script: str, arguments: list[list[str]], devices: int = DEVICES) -> Job:
+    def call(script: str, arguments: list[list[str]], devices: int = DEVICES, slurm: bool = False) -> Job:
         own = {"JAX_NUM_CPU_DEVICES": str(devices // len(arguments)), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         address = f"127.0.0.1:{free_port()}"
         for index, those in enumerate(arguments):
             place = f"{address},{len(arguments)},{index}"
             command = [sys.executable, "-c", script, *(argument.format(place) for argument in those)]
-            began.append(subprocess.Popen(command, env=os.environ | own, **pipes))
+            told = of_slurm(len(arguments), index) if slurm else {}
+            began.append(subprocess.Popen(command, env=os.environ | own | told, **pipes))
         return Job(list(began))
 
     yield call
@@ -135,6 +136,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def of_slurm(processes: int, index: int) -> dict[str, str]:
+    """What Slurm tells a process of a job on one node; the port follows from the number of the job."""
+    told = {"JOB_ID": os.getpid(), "NTASKS": processes, "PROCID": index, "LOCALID": index, "STEP_NUM_NODES": 1}
+    return {f"SLURM_{name}": f"{value}" for name, value in told.items()} | {"SLURM_STEP_NODELIST": "localhost"}
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +216,10 @@ def test_the_others_end_with_the_process_that_leads(start):
     assert LEADER_GONE in follower.err
 
 
-def test_an_interrupt_is_a_regular_end(start):
-    """On a terminal all processes get it."""
-    job = start(COUNT, [["{}"]] * 2)
+@pytest.mark.parametrize("how", ["{}", "auto"])
+def test_an_interrupt_is_a_regular_end(start, how: str):
+    """On a terminal all processes get it. With `auto` it is Slurm that tells them of the job."""
+    job = start(COUNT, [[how]] * 2, slurm=how == "auto")
     assert job.processes[0].stdout.readline() == "4\n"
     for process in reversed(job.processes):
         process.send_signal(signal.SIGINT)
