@@ -9,6 +9,9 @@ from jaxtyping import Array, Float, Int
 from jaxspec.models.quantization import BLOCK, Quantized, halves, row_scales
 from jaxspec.target import platform
 
+FEW = 64
+"""Tokens up to which XLA:CPU multiplies `weight @ x.T` faster than `x @ weight.T`, up to twice."""
+
 
 class Stacked(NamedTuple):
     """A layer's matrix where it lies, in the stack of all layers: kernels read it there, XLA would copy it out."""
@@ -112,15 +115,10 @@ def _product(x: Float[Array, "N in"], weight: Float[Array, "*features in"]) -> F
     if platform() != "cpu":
         return _dot(x, weight, x.dtype)
     flat = weight.reshape(-1, x.shape[1])
-    if _weight_goes_left(len(x), *flat.shape):
+    if len(x) <= FEW:
         # The barriers keep XLA from turning the product round again.
         barrier = jax.lax.optimization_barrier
         y = barrier(jnp.dot(flat, barrier(x.T))).T
     else:
         y = x @ flat.T
     return y.reshape(len(x), *weight.shape[:-1])
-
-
-def _weight_goes_left(tokens: int, outputs: int, inputs: int) -> bool:
-    """Measured on XLA:CPU: few tokens, or a wide weight and not many, run up to twice as fast as `weight @ x.T`."""
-    return tokens <= 16 or (tokens <= 64 and inputs > outputs)

@@ -154,8 +154,10 @@ def forward(
     is a tuple and scanned where it is one stacked tree; the block is the same.
     """
     table = sequences.page_table[0]
-    rotation = rotation_at(spec, positions)
-    turn = _turn_back(spec, pool_spec.policy.left_out(positions))
+    # Behind a barrier: XLA would fuse the cosines into every layer, and count them again for every head.
+    rotation, turn = jax.lax.optimization_barrier(
+        (rotation_at(spec, positions), _turn_back(spec, pool_spec.policy.left_out(positions)))
+    )
     x = embed(params["embed"]["weight"], tokens)
     layer_fn = partial(_layer, spec=spec, pool_spec=pool_spec, distinct=distinct)
     layers = params["layers"]
