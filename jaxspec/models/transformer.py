@@ -154,7 +154,8 @@ def forward(
     is a tuple and scanned where it is one stacked tree; the block is the same.
     """
     table = sequences.page_table[0]
-    # Behind a barrier: XLA would fuse the cosines into every layer, and count them again for every head.
+    # Behind a barrier: XLA:CPU fuses the cosines into every layer, and counts them again for every head (that of jax
+    # 0.10 does so all the same).
     rotation, turn = jax.lax.optimization_barrier(
         (rotation_at(spec, positions), _turn_back(spec, pool_spec.policy.left_out(positions)))
     )

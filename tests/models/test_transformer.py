@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -47,16 +48,21 @@ def random_params(spec: ModelSpec = SPEC, dtype: Any = jnp.float32) -> Params:
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(leaf.ndim == 1, 0.2, leaf.shape), leaf.dtype), shapes)
 
 
+def _paged(spec: ModelSpec, kv: str) -> tuple[PoolSpec, Sequences]:
+    """A pool that TOKENS fit into, and where they lie in it."""
+    width = -(-len(TOKENS) // PAGE)
+    table = jnp.asarray(np.random.default_rng(1).permutation(width + 2)[None, None, :width], jnp.int32)
+    none = jnp.zeros((1, 1), jnp.int32)
+    pool_spec = PoolSpec(get_format(kv), spec.num_layers, width + 2, PAGE, spec.num_kv_heads, spec.head_dim)
+    return pool_spec, Sequences(table, none, none, none[0])
+
+
 def feed(
     params: Params, chunk: int, spec: ModelSpec = SPEC, kv: str = "float32", offset: int = 0
 ) -> tuple[np.ndarray, Pool]:
     """Hidden states of TOKENS written `chunk` at a time, one row a call, and the pool they leave; the text begins at
     position `offset`."""
-    width = -(-len(TOKENS) // PAGE)
-    pool_spec = PoolSpec(get_format(kv), spec.num_layers, width + 2, PAGE, spec.num_kv_heads, spec.head_dim)
-    table = jnp.asarray(np.random.default_rng(1).permutation(width + 2)[None, None, :width], jnp.int32)
-    none = jnp.zeros((1, 1), jnp.int32)
-    sequences = Sequences(table, none, none, none[0])
+    pool_spec, sequences = _paged(spec, kv)
 
     @partial(jax.jit, donate_argnums=1)
     def call(params, pool, rows, tokens):
@@ -136,6 +142,18 @@ def test_angles_are_right_at_any_position() -> None:
     cos, sin = jax.jit(partial(rotation_at, spec))(jnp.asarray(positions, jnp.int32))
     np.testing.assert_allclose(cos, np.cos(angles), rtol=0, atol=2e-6)
     np.testing.assert_allclose(sin, np.sin(angles), rtol=0, atol=2e-6)
+
+
+@pytest.mark.skipif(version("jax").startswith("0.10."), reason="XLA:CPU drops barriers before it fuses")
+def test_cosines_are_counted_once_for_all_layers() -> None:
+    pool_spec, sequences = _paged(SPEC, "float32")
+    rows, tokens = Rows(*(jnp.asarray([value]) for value in (0, 0, 5))), jnp.zeros((1, 5), jnp.int32)
+
+    def call(params, pool, tokens, positions):
+        return forward(params, SPEC, pool_spec, rows, tokens, positions, None, pool, sequences)
+
+    compiled = jax.jit(call).lower(random_params(), pool_spec.allocate(1), tokens, tokens).compile()
+    assert (compiled.as_text() or "").count(" cosine(") == 1
 
 
 def test_a_text_says_the_same_a_million_positions_further_on() -> None:
